@@ -1,0 +1,242 @@
+"""Every setting of a run. Each field says its unit and why its default is what it is.
+
+Recipes return a `RunConfig`; command-line flags override single fields
+(`--draft.num_passes 5`). `check()` raises `ConfigError` before any work starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work: names the field, its value and the rule."""
+
+    def __init__(self, name: str, value: object, rule: str):
+        super().__init__(f"{name}={value!r}: {rule}")
+
+
+def require(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(name, value, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding, with the names of the Hugging Face configs."""
+
+    theta: float = 10000.0
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    """Position scale of `linear`, `llama3` and `yarn`."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """`yarn`: multiplies cos and sin; None means 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """`yarn`: round the correction range to whole dims."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """The policy. Exactly one source is used: `hf_path`, else `flavor`, else the sizes."""
+
+    hf_path: str | None = None
+    """Folder with config.json and *.safetensors."""
+    flavor: str | None = None
+    """A torchtitan spec by name, for example "qwen3/0.6B" or "llama3/debugmodel"."""
+    model_type: Literal["qwen3", "qwen3_moe", "llama"] = "qwen3"
+    vocab_size: int = 256
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    num_experts: int = 8
+    """Mixture only."""
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Shape and flags of an EAGLE-3 draft: everything its checkpoint needs to say."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    tap_layers: tuple[int, ...]
+    """0-based decoder layers whose outputs are read, ascending (formats differ: see export)."""
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    norm_before_residual: bool = False
+    """The residual is the normed hidden state instead of the raw one."""
+    norm_before_fc: bool = False
+    """One RMSNorm over the concatenated taps before `fc`."""
+    fc_norm: bool = False
+    """One RMSNorm per tap before `fc` (EAGLE-3.1)."""
+    norm_output: bool = False
+    """The post-norm state, not the raw one, feeds the next pass."""
+    qk_norm: bool = False
+    """Qwen3-style norms on query and key heads."""
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    """Keys a query sees, itself included; None means all."""
+    own_embedding: bool = False
+    """The draft carries `embed_tokens`; otherwise it shares the policy's table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """The draft and its training."""
+
+    enabled: bool = True
+    init: str | None = None
+    """Folder of an EAGLE-3 checkpoint to start from; its shape and flags win."""
+    tap_layers: tuple[int, ...] | None = None
+    """None: layers 1, n//2 - 1 and n - 4, the three that public drafts read."""
+    num_passes: int = 4
+    """K of the training-time test, 1..8. Passes beyond the rollout's k cost time only."""
+    pass_decay: float = 0.8
+    """Weight of pass k is pass_decay**k: later tokens are drafted less often."""
+    draft_vocab_size: int | None = None
+    """None: the policy's whole vocabulary."""
+    hidden_size: int | None = None
+    """None: the policy's (needed when its embeddings are shared)."""
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    share: float = 0.25
+    """Share of a step's rollouts the draft trains on; a quarter proved as good as all."""
+    renormalise_teacher: bool = False
+    """Rescale the teacher inside the draft vocabulary to mass 1."""
+    drop_labels_outside_vocab: bool = False
+    """Do not count rows whose label the draft cannot propose."""
+    loss_chunk: int = 256
+    """Teacher positions a loss chunk holds logits for: memory is about chunk * vocab."""
+    checkpoint_passes: bool = False
+    """Recompute each pass in backward: less memory, about a third more time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """One optimizer; policy and draft each have their own."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: torch's Muon for matrices, AdamW for the rest (embeddings and heads too)."""
+    lr: float = 4e-4
+    muon_lr: float = 7e-3
+    """Learning rate of the Muon matrices."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 is not allowed, use a large number to switch it off."""
+    warmup_steps: int = 0
+    """Linear warm-up, in steps."""
+    decay_steps: int = 0
+    """Linear decay to `min_lr_ratio` over the last this many steps; 0 is none."""
+    min_lr_ratio: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """DeviceMesh axes; their product is the number of ranks."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    kernel: Literal["auto", "cpu_flash", "cuda_flash", "math"] = "auto"
+    """auto picks from device and dtype."""
+    cp_mode: Literal["ring", "gather"] = "ring"
+    """ring: one shard in flight; gather: less traffic over K passes, more memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    engine: Literal["native"] = "native"
+    num_draft_tokens: int = 5
+    """k, the chain a draft proposes before a verification, 1..16; 0 switches speculation off."""
+    max_new_tokens: int = 96
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    task: str = "count_bits"
+    prompts_per_step: int = 8
+    samples_per_prompt: int = 8
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """Asymmetric clip (DAPO): the upper side is wider so that rare tokens can grow."""
+    importance_cap: float = 2.0
+    """Truncated importance weight between rollout and trainer probabilities."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL estimate to the rollout policy."""
+    length_penalty: float = 0.15
+    """Taken off the reward at `max_new_tokens`, linear below; without it RL stalled in trials."""
+    updates_per_batch: int = 1
+    """Optimizer steps on one batch of rollouts; above 1 the clip becomes active."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int = 50
+    batch_documents: int = 16
+    """Documents of one optimizer step over all ranks (supervised training)."""
+    row_tokens: int = 1024
+    """Capacity of a packed row (one microbatch), in tokens; a document must fit."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Compute dtype; auto is bfloat16 on CUDA and float32 on CPU. Parameters stay float32."""
+    deterministic: bool = False
+    """Deterministic kernels on CUDA, so that bit-equal claims hold there too."""
+    logit_chunk: int = 1024
+    """Rows of logits that the policy loss holds at once."""
+    comm_timeout_s: float = 300.0
+    """Seconds a collective may wait for a peer before the run ends with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    output_dir: str = "runs/latest"
+    seed: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    policy_optim: OptimConfig = field(default_factory=OptimConfig)
+    draft_optim: OptimConfig = field(default_factory=lambda: OptimConfig(name="muon", lr=7e-4))
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,0 +1,149 @@
+"""Which device, which backend, which ranks: the one place that decides.
+
+`Mesh` wraps a DeviceMesh with the axes pp, dp, cp (pp outermost, so that the ranks of
+one pipeline stage are neighbours and cp, the chattiest axis, is innermost). A single
+process has no DeviceMesh and no process group; every property then has its trivial value.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cospec.config import MeshConfig, require
+
+AXES = ("pp", "dp", "cp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a run. `device_mesh` is None for a single process."""
+
+    device: torch.device
+    device_mesh: DeviceMesh | None = None
+
+    def size(self, axis: str) -> int:
+        return 1 if self.device_mesh is None else self.device_mesh[axis].size()
+
+    def rank(self, axis: str) -> int:
+        return 0 if self.device_mesh is None else self.device_mesh[axis].get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Process group of this rank along `axis`; None where the axis has one rank."""
+        if self.device_mesh is None or self.size(axis) == 1:
+            return None
+        return self.device_mesh[axis].get_group()
+
+    @property
+    def pp_size(self) -> int:
+        return self.size("pp")
+
+    @property
+    def dp_size(self) -> int:
+        return self.size("dp")
+
+    @property
+    def cp_size(self) -> int:
+        return self.size("cp")
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank("dp")
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank("cp")
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank("pp")
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        return self.group("cp")
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.device_mesh is None else self.device_mesh.size()
+
+    @property
+    def world_rank(self) -> int:
+        return 0 if self.device_mesh is None else dist.get_rank()
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """Flattened dp x cp: the ranks that share one copy of the parameters. None for one rank."""
+        if self.device_mesh is None or self.dp_size * self.cp_size == 1:
+            return None
+        return self.device_mesh["dp", "cp"]._flatten("fsdp")
+
+    @property
+    def fsdp_group(self) -> dist.ProcessGroup | None:
+        return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of float64 values over dp x cp; returns a new tensor, on every rank the same."""
+        total = values.detach().to(torch.float64)
+        if self.fsdp_group is not None:
+            total = total.clone()
+            dist.all_reduce(total, group=self.fsdp_group)
+        return total
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """The device of this process: CUDA (by LOCAL_RANK) when there is one, else CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        require(torch.cuda.is_available(), "train.device", name, "no CUDA device is visible; use cpu or auto")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Compute dtype: bfloat16 on CUDA, float32 on CPU unless named."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 300.0) -> Mesh:
+    """Join the processes torchrun started into a mesh.
+
+    Raises ConfigError when an axis is below 1 or pp * dp * cp is not the number of ranks.
+    """
+    for axis in AXES:
+        size = getattr(config, axis)
+        require(size >= 1, f"mesh.{axis}", size, "must be >= 1")
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    product = config.pp * config.dp * config.cp
+    require(
+        product == world_size,
+        "mesh",
+        f"pp {config.pp} x dp {config.dp} x cp {config.cp}",
+        f"the product is {product} but {world_size} process(es) run; start with torchrun --nproc_per_node {product}",
+    )
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world_size == 1:
+        return Mesh(chosen)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
+        )
+    shape = tuple(getattr(config, axis) for axis in AXES)
+    return Mesh(chosen, init_device_mesh(chosen.type, shape, mesh_dim_names=AXES))
+
+
+def close_mesh(mesh: Mesh) -> None:
+    """Leave together: with gloo, a rank that leaves while a peer still talks to it aborts that peer."""
+    if mesh.device_mesh is not None and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
