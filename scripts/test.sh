@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# The test suite without the slow cases. Arguments go to pytest: scripts/test.sh tests/unit -k layout
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
+exec .venv/bin/python -m pytest "$@"
