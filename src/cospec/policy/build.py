@@ -1,0 +1,93 @@
+"""From a `PolicyConfig` to a policy that trains on this rank's share of the mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from cospec import titan
+from cospec.config import PolicyConfig
+from cospec.mesh import Mesh
+
+
+def build_policy(
+    cfg: PolicyConfig | titan.DecoderConfig,
+    mesh: Mesh | None = None,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """The policy with its weights: read from `cfg.hf_path`, else drawn by name and seed.
+
+    `policy(tokens [1, T], positions=[1, T], attention_masks=context) -> [1, T, D]`, the
+    normed final hidden state; `titan.head_weight(policy)` is the head.
+
+    Sharding: FSDP2 over the mesh's dp x cp, each block a group of its own and embeddings,
+    final norm and head the root group, which stays unsharded from forward to backward.
+    Gradients are *summed* over the ranks: losses carry the global normalisation.
+    Numerics: parameters and gradients are float32; `dtype` is the compute dtype (float64
+    makes parameters float64 too). bfloat16 always goes through FSDP2's mixed precision,
+    on a single process over a mesh of one rank, for which a process group is started.
+
+    Args:
+        cfg: settings, or a torchtitan decoder spec of your own (see `titan.with_packed_attention`).
+
+    Raises ConfigError for sizes that do not fit.
+    """
+    device = torch.device(device or (mesh.device if mesh is not None else "cpu"))
+    spec = titan.build_config(cfg) if isinstance(cfg, PolicyConfig) else titan.with_packed_attention(cfg)
+    storage = torch.float64 if dtype == torch.float64 else torch.float32
+    model = titan.build_meta(spec, dtype=storage)
+    fsdp_mesh = mesh.fsdp_mesh if mesh is not None else None
+    if fsdp_mesh is None and dtype != storage:
+        fsdp_mesh = _mesh_of_one(device)
+    if fsdp_mesh is not None:
+        shard(model, fsdp_mesh, dtype)
+    titan.materialise(model, device)
+    model.compute_dtype = dtype
+    if isinstance(cfg, PolicyConfig) and cfg.hf_path is not None:
+        titan.load_hf(model, cfg.hf_path)
+    else:
+        titan.init_parameters(model, seed)
+    return model
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Apply FSDP2 in place: each entry of `model.layers`, then the rest as the root group."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as whole CPU tensors (copies), gathered one at a time. A collective call.
+
+    Names are those of the unsharded model: `load_state_dict` of a plain copy takes them.
+    """
+    state: dict[str, Tensor] = {}
+    seen: dict[int, str] = {}
+    for name, value in model.state_dict().items():
+        if id(value) in seen:  # tied weights are gathered once
+            state[name] = state[seen[id(value)]]
+            continue
+        seen[id(value)] = name
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        state[name] = whole.detach().to("cpu", copy=True)
+    return state
+
+
+def _mesh_of_one(device: torch.device) -> DeviceMesh:
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
