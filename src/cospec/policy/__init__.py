@@ -1,0 +1,1 @@
+"""The policy: a torchtitan model on packed, context-parallel attention, with taps."""
