@@ -1,0 +1,1 @@
+"""Draft checkpoints in the formats that servers and trainers read."""
