@@ -1,0 +1,80 @@
+"""Branch attention: each row attends to its own few keys. Rank-local, closed form.
+
+Forward gives a partial attention (out, lse) to be merged with the trunk; backward takes
+the *merged* out and lse, so that the gradient through the common normaliser is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cospec.ops.merge import accumulator_dtype
+
+
+def branch_forward(
+    q_TNH: Tensor, k_branches: Sequence[Tensor], v_branches: Sequence[Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of row t to the keys k_branches[i][t], i = 0..K-1, K >= 1.
+
+    Shapes:   q [T, N, H]; every k and v [T, M, H], M divides N. Returns out [T, N, H] and
+              lse [T, N] in the accumulator dtype.
+    Sharding: T is a cp shard; no communication.
+    """
+    dtype = accumulator_dtype(q_TNH.dtype)
+    q = _grouped(q_TNH, k_branches[0]).to(dtype)
+    scores = torch.stack([_row_dot(q, key.to(dtype)) for key in k_branches], dim=-1) * scale
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    out = weights[..., 0, None] * v_branches[0].to(dtype).unsqueeze(2)
+    for i, value in enumerate(v_branches[1:], start=1):
+        out.addcmul_(weights[..., i, None], value.to(dtype).unsqueeze(2))
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def branch_backward(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_branches: Sequence[Tensor],
+    v_branches: Sequence[Tensor],
+    out_TNH: Tensor,
+    lse_TN: Tensor,
+    scale: float,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of the merged attention with respect to q (branch share), k and v of the branches.
+
+    With p_i = exp(s_i - lse): dv_i = sum_g p_i dout, ds_i = p_i (dout . v_i - dout . out),
+    dq = scale sum_i ds_i k_i, dk_i = scale sum_g ds_i q, g over the query heads of a key head.
+    `out_TNH`, `lse_TN` belong to the merged attention (trunk and all branches).
+
+    Shapes:   as `branch_forward`; dq [T, N, H] in the accumulator dtype, dk and dv lists of
+              [T, M, H] in the dtype of the branches.
+    Source:   FlashAttention-2, section 3.1 (backward), for one key.
+    """
+    dtype = accumulator_dtype(q_TNH.dtype)
+    q, grad, out = (_grouped(x, k_branches[0]).to(dtype) for x in (q_TNH, grad_TNH, out_TNH))
+    lse = lse_TN.to(dtype).view(q.shape[:3])
+    delta = (grad * out).sum(-1)
+    dq = torch.zeros_like(q)
+    dk_branches, dv_branches = [], []
+    for k_branch, v_branch in zip(k_branches, v_branches, strict=True):
+        key, value = k_branch.to(dtype), v_branch.to(dtype)
+        weight = torch.exp(_row_dot(q, key) * scale - lse)
+        dscore = weight * (_row_dot(grad, value) - delta) * scale
+        dq.addcmul_(dscore.unsqueeze(-1), key.unsqueeze(2))
+        dk_branches.append((dscore.unsqueeze(-1) * q).sum(2).to(k_branch.dtype))
+        dv_branches.append((weight.unsqueeze(-1) * grad).sum(2).to(v_branch.dtype))
+    return dq.flatten(1, 2), dk_branches, dv_branches
+
+
+def _grouped(x_TNH: Tensor, key_TMH: Tensor) -> Tensor:
+    """[T, N, H] as [T, M, N / M, H]: the query heads of each key head."""
+    rows, heads, head_dim = x_TNH.shape
+    return x_TNH.reshape(rows, key_TMH.shape[1], -1, head_dim)
+
+
+def _row_dot(x_TMGH: Tensor, y_TMH: Tensor) -> Tensor:
+    """[T, M, G]: the dot product of every row and head with its own key."""
+    return (x_TMGH * y_TMH.unsqueeze(2)).sum(-1)

@@ -1,0 +1,339 @@
+"""Trunk and branch attention over a context-parallel group, as one autograd function.
+
+A trunk holds the keys and values of the first pass, sharded over cp. Every pass attends to
+the trunk's causal prefix and to its own branch keys; with no branches this is plain packed,
+context-parallel causal attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cospec.layout import PackedLayout
+from cospec.ops.blocks import block_between, padding_rows
+from cospec.ops.branch import branch_backward, branch_forward
+from cospec.ops.kernels import Kernel, choose_kernel
+from cospec.ops.merge import accumulator_dtype, merge
+
+KV_TAG, GRAD_TAG = 1, 2  # both may be under way between the same two ranks
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent for one trunk, forward and backward."""
+
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """Trunk keys and values of one packed row, opened once for all passes.
+
+    shards: what autograd sees. cp_size 1: k and v [J, M, H]. ring: one [2, J_local, M, H], this
+    rank's keys and values. gather: one [cp, 2, J_local, M, H], those of all ranks.
+    """
+
+    layout: PackedLayout
+    rank: int
+    mode: str
+    kernel: Kernel
+    group: dist.ProcessGroup | None
+    shards: tuple[Tensor, ...]
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def key_shape(self) -> tuple[int, int, int]:
+        """(J_local, M, H)."""
+        return tuple(self.shards[0].shape[-3:])
+
+
+def open_trunk(
+    k_JMH: Tensor,
+    v_JMH: Tensor,
+    layout: PackedLayout,
+    *,
+    cp_group: dist.ProcessGroup | None = None,
+    mode: str = "ring",
+    kernel: str | Kernel | None = None,
+) -> Trunk:
+    """Open the trunk of one packed row.
+
+    Args:
+        k_JMH, v_JMH: [J_local, M, H], this rank's rows of `layout`. Padding rows may hold anything.
+        cp_group: the ranks that share the row, in the layout's order; None when `cp_size` is 1.
+        mode: "ring" passes shards round in every pass and holds one extra; "gather" collects all
+            of them here, once, and reduces their gradient once, after all passes.
+        kernel: a kernel, its name, or None to choose by device and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices of k and v differ, their rows are not the
+            layout's, the group's size is not the layout's, or an unknown mode or kernel.
+    """
+    if k_JMH.ndim != 3 or k_JMH.shape != v_JMH.shape:
+        raise ValueError(f"k and v must be equal [J, M, H], got {tuple(k_JMH.shape)} and {tuple(v_JMH.shape)}")
+    _same_kind("k", k_JMH, "v", v_JMH)
+    _check_rows("k", k_JMH, layout)
+    if mode not in ("ring", "gather"):
+        raise ValueError(f"mode={mode!r}: choose 'ring' or 'gather'")
+    group_size = 1 if cp_group is None else dist.get_world_size(cp_group)
+    if group_size != layout.cp_size:
+        raise ValueError(f"cp_group has {group_size} ranks, the layout has cp_size={layout.cp_size}")
+    if kernel is None or isinstance(kernel, str):
+        kernel = choose_kernel(k_JMH.device, k_JMH.dtype, kernel or "auto")
+    traffic = Traffic()
+    if layout.cp_size == 1:
+        return Trunk(layout, 0, mode, kernel, None, (k_JMH, v_JMH), traffic)
+    kv = torch.stack((k_JMH, v_JMH))  # one message for both
+    if mode == "gather":
+        kv = _Gather.apply(kv, cp_group, traffic)
+    return Trunk(layout, dist.get_rank(cp_group), mode, kernel, cp_group, (kv,), traffic)
+
+
+def trunk_branch_attention(
+    q_TNH: Tensor,
+    trunk: Trunk,
+    k_branches: Sequence[Tensor] = (),
+    v_branches: Sequence[Tensor] = (),
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of each row to its causal trunk prefix and to its own branch keys.
+
+    Shapes:   q [T, N, H], branches [T, M, H] each, out [T, N, H]; T the rank's rows, M divides N.
+              Padding rows of out, and of every gradient, are 0.
+    Sharding: T is a cp shard in the layout's order; every rank of the group calls together.
+    Numerics: float32 accumulators (float64 for float64); exact gradients.
+    scale:    multiplies the scores, default H ** -0.5.
+    window:   keys a row sees, itself included, by position: with K branches the query stands K
+              positions after its row. None means all; needs window > K, and the math kernel
+              where a document is longer than the window.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or counts that do not fit, naming both values.
+    """
+    layout = trunk.layout
+    rows, key_heads, head_dim = trunk.key_shape
+    if q_TNH.ndim != 3 or q_TNH.shape[-1] != head_dim:
+        raise ValueError(f"q must be [T, N, {head_dim}] as the trunk's keys, got {tuple(q_TNH.shape)}")
+    if q_TNH.shape[1] % key_heads:
+        raise ValueError(f"q has {q_TNH.shape[1]} heads, no multiple of the trunk's {key_heads}")
+    _check_rows("q", q_TNH, layout)
+    _same_kind("q", q_TNH, "the trunk", trunk.shards[0])
+    if len(k_branches) != len(v_branches):
+        raise ValueError(f"got {len(k_branches)} k_branches and {len(v_branches)} v_branches")
+    for name, branches in (("k_branches", k_branches), ("v_branches", v_branches)):
+        for i, branch in enumerate(branches):
+            if tuple(branch.shape) != (rows, key_heads, head_dim):
+                raise ValueError(f"{name}[{i}] has shape {tuple(branch.shape)}, expected {(rows, key_heads, head_dim)}")
+            _same_kind(f"{name}[{i}]", branch, "q", q_TNH)
+    kernel = trunk.kernel
+    if window is not None:
+        depth = len(k_branches)
+        if window <= depth:
+            raise ValueError(f"window={window} must be larger than the number of branches, {depth}")
+        window = window - depth if max(layout.lengths) > window - depth else None
+    if window is not None and kernel.name != "math" and (kernel.name != "cuda_flash" or layout.cp_size > 1):
+        kernel = choose_kernel(q_TNH.device, q_TNH.dtype, "math")
+    call = _Call(trunk, kernel, head_dim**-0.5 if scale is None else scale, window, len(k_branches))
+    return _TrunkBranchAttention.apply(call, q_TNH, *trunk.shards, *k_branches, *v_branches)
+
+
+@dataclass(frozen=True)
+class _Call:
+    trunk: Trunk
+    kernel: Kernel
+    scale: float
+    window: int | None
+    depth: int
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Trunk shards, branch keys, branch values."""
+        first = len(tensors) - 2 * self.depth
+        return tensors[:first], tensors[first : first + self.depth], tensors[first + self.depth :]
+
+
+class _TrunkBranchAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: _Call, q: Tensor, *tensors: Tensor) -> Tensor:
+        trunk = call.trunk
+        shards, k_branches, v_branches = call.split(tensors)
+        single = trunk.layout.cp_size == 1
+        dtype = accumulator_dtype(q.dtype)
+        out, lse = branch_forward(q, k_branches, v_branches, call.scale) if call.depth else (None, None)
+        for source, k, v in _walk(trunk, shards):
+            block = block_between(trunk.layout, trunk.rank, source)
+            rows, keys = block.q_range, block.k_range
+            new_out, new_lse = call.kernel.forward(q[rows], k[keys], v[keys], block, call.scale, call.window)
+            if out is None:  # the first block covers all rows
+                out, lse = new_out if single else new_out.to(dtype), new_lse
+            else:
+                _merge_into(out, lse, new_out, new_lse, rows)
+        padding = padding_rows(trunk.layout, trunk.rank, q.device) if call.depth else None
+        if padding is not None:  # branches were computed on padding rows too
+            out.index_fill_(0, padding, 0)
+            lse.index_fill_(0, padding, 0)
+        out = out.to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, out, lse, *tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        call = ctx.call
+        trunk = call.trunk
+        q, out, lse, *tensors = ctx.saved_tensors
+        shards, k_branches, v_branches = call.split(tensors)
+        grad = grad.contiguous()
+
+        def block_backward(source: int, k: Tensor, v: Tensor):
+            block = block_between(trunk.layout, trunk.rank, source)
+            rows, keys = block.q_range, block.k_range
+            grads = call.kernel.backward(
+                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], block, call.scale, call.window
+            )
+            return rows, keys, *grads
+
+        if trunk.layout.cp_size == 1:
+            _, _, dq, dk, dv = block_backward(0, *shards)
+            dshards = [dk.to(q.dtype), dv.to(q.dtype)]
+        else:
+            dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+            if trunk.mode == "gather":
+                dshards = [_gathered_backward(trunk, shards, block_backward, dq)]
+            else:
+                dshards = [_ring_backward(trunk, shards, block_backward, dq)]
+        dk_branches, dv_branches = [], []
+        if call.depth:
+            branch_dq, dk_branches, dv_branches = branch_backward(grad, q, k_branches, v_branches, out, lse, call.scale)
+            padding = padding_rows(trunk.layout, trunk.rank, q.device)
+            if padding is not None:
+                for x in (branch_dq, *dk_branches, *dv_branches):
+                    x.index_fill_(0, padding, 0)
+            dq = branch_dq.add_(dq)
+        return None, dq.to(q.dtype), *dshards, *dk_branches, *dv_branches
+
+
+def _merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, rows: slice) -> None:
+    merged_out, merged_lse = merge(out[rows], lse[rows], new_out, new_lse)
+    out[rows] = merged_out
+    lse[rows] = merged_lse
+
+
+def _walk(trunk: Trunk, shards: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(owner, k, v) of every shard, one's own first and then backwards round the ring.
+
+    In ring mode the next shard travels while the caller computes on the present one.
+    """
+    cp = trunk.layout.cp_size
+    if cp == 1:
+        yield 0, *shards
+        return
+    if trunk.mode == "gather":
+        for step in range(cp):
+            source = (trunk.rank - step) % cp
+            yield source, *shards[0][source]
+        return
+    kv = shards[0]
+    for step in range(cp):
+        arriving = _pass_on(kv, trunk, KV_TAG) if step < cp - 1 else None
+        yield (trunk.rank - step) % cp, *kv
+        if arriving is not None:
+            kv = arriving()
+
+
+def _ring_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward, dq: Tensor) -> Tensor:
+    """[2, J_local, M, H]: the gradient of this rank's shard; adds the queries' to `dq`.
+
+    The gradient of a foreign shard starts at its first foreign user and travels along with the
+    shard; after the last step it is one hop from home.
+    """
+    own = torch.zeros(shards[0].shape, dtype=dq.dtype, device=dq.device)
+    arriving = None
+    for step, (source, k, v) in enumerate(_walk(trunk, shards)):
+        rows, keys, block_dq, dk, dv = block_backward(source, k, v)
+        dq[rows] += block_dq
+        if step == 0:
+            total = own
+        else:
+            total = torch.zeros_like(own) if arriving is None else arriving()
+        total[0, keys] += dk
+        total[1, keys] += dv
+        if step > 0:
+            arriving = _pass_on(total, trunk, GRAD_TAG)
+    return own.add_(arriving()).to(shards[0].dtype)
+
+
+def _gathered_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward, dq: Tensor) -> Tensor:
+    """[cp, 2, J_local, M, H]: this rank's share of every shard's gradient; adds the queries' to `dq`."""
+    total = torch.zeros_like(shards[0])
+    for source, k, v in _walk(trunk, shards):
+        rows, keys, block_dq, dk, dv = block_backward(source, k, v)
+        dq[rows] += block_dq
+        total[source, 0, keys] = dk
+        total[source, 1, keys] = dv
+    return total
+
+
+def _pass_on(x: Tensor, trunk: Trunk, tag: int):
+    """Send `x` to the next rank of the ring; the returned function waits for the previous rank's."""
+    cp = trunk.layout.cp_size
+    x, received = x.contiguous(), torch.empty_like(x)
+    following = dist.get_global_rank(trunk.group, (trunk.rank + 1) % cp)
+    preceding = dist.get_global_rank(trunk.group, (trunk.rank - 1) % cp)
+    # Both are posted before either is waited for, so that no order of ranks can deadlock.
+    requests = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, following, trunk.group, tag),
+            dist.P2POp(dist.irecv, received, preceding, trunk.group, tag),
+        ]
+    )
+    trunk.traffic.sent += x.numel() * x.element_size()
+
+    def wait() -> Tensor:
+        for request in requests:
+            request.wait()
+        del x_alive[:]
+        return received
+
+    x_alive = [x]  # gloo and NCCL read it until the wait
+    return wait
+
+
+class _Gather(torch.autograd.Function):
+    """[2, J_local, M, H] of each rank -> [cp, 2, J_local, M, H]; the gradient is summed at its owner, once."""
+
+    @staticmethod
+    def forward(ctx, kv: Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Tensor:
+        ctx.group, ctx.traffic = group, traffic
+        size = dist.get_world_size(group)
+        gathered = kv.new_empty(size, *kv.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), kv.contiguous(), group=group)
+        traffic.sent += (size - 1) * kv.numel() * kv.element_size()
+        return gathered
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad = grad.contiguous()
+        received = torch.empty_like(grad)
+        dist.all_to_all_single(received, grad, group=ctx.group)
+        ctx.traffic.sent += grad[1:].numel() * grad.element_size()
+        # Summed here and not by the network: half precisions add up in float32.
+        return received.to(accumulator_dtype(grad.dtype)).sum(0).to(grad.dtype), None, None
+
+
+def _check_rows(name: str, x: Tensor, layout: PackedLayout) -> None:
+    if x.shape[0] != layout.num_local_rows:
+        raise ValueError(f"{name} has {x.shape[0]} rows, the layout has {layout.num_local_rows} on each rank")
+
+
+def _same_kind(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.dtype != other.dtype:
+        raise ValueError(f"{name} has dtype {x.dtype}, {other_name} has {other.dtype}")
+    if x.device != other.device:
+        raise ValueError(f"{name} is on {x.device}, {other_name} on {other.device}")
