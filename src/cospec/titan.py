@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torchtitan.tools.utils  # noqa: F401  (decides on the device; set_device corrects it)
@@ -62,7 +64,9 @@ from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.models.common.param_init import skip_param_init  # noqa: E402
 from torchtitan.models.common.rope import RoPE  # noqa: E402
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock  # noqa: E402
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock  # noqa: E402
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
 from torchtitan.protocols.module import Module  # noqa: E402
 
 DecoderConfig = Decoder.Config
@@ -142,7 +146,7 @@ def build_config(cfg: PolicyConfig) -> DecoderConfig:
         "give either hf_path or flavor, not both",
     )
     if cfg.hf_path is not None:
-        cfg = policy_config_from_hf(cfg.hf_path)
+        cfg = hf.read_policy_config(cfg.hf_path)
     elif cfg.flavor is not None:
         return with_packed_attention(_flavor_config(cfg.flavor))
     _check_sizes(cfg)
@@ -162,10 +166,10 @@ def build_config(cfg: PolicyConfig) -> DecoderConfig:
     )
     layers = []
     for layer_id in range(cfg.num_hidden_layers):
-        parts = dict(
-            attention_norm=norm(dim),
-            ffn_norm=norm(dim),
-            attention=make_gqa_config(
+        parts: dict[str, Any] = {
+            "attention_norm": norm(dim),
+            "ffn_norm": norm(dim),
+            "attention": make_gqa_config(
                 dim=dim,
                 n_heads=cfg.num_attention_heads,
                 n_kv_heads=cfg.num_key_value_heads,
@@ -176,7 +180,7 @@ def build_config(cfg: PolicyConfig) -> DecoderConfig:
                 rope=rope,
                 qk_norm=None if llama else norm(cfg.head_dim),
             ),
-        )
+        }
         if moe:
             parts["moe"] = make_moe_config(
                 num_experts=cfg.num_experts,
@@ -389,7 +393,7 @@ def _initialisers(model: nn.Module) -> Iterable[tuple[str, nn.Parameter, Callabl
     tied = getattr(model, "enable_weight_tying", False)
     for prefix, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
-            name = f"{prefix}.{local}".replace("_checkpoint_wrapped_module.", "").lstrip(".")
+            name = plain_name(f"{prefix}.{local}".lstrip("."))
             if tied and name == "tok_embeddings.weight" and model.lm_head is not None:
                 continue  # drawn as the head
             init = (getattr(module, "_param_init", None) or {}).get(local)
@@ -407,3 +411,87 @@ def assign(parameter: Tensor, full: Tensor) -> None:
         parameter.to_local().copy_(cut.to_local())
     else:
         parameter.copy_(full)
+
+
+def policy_config_from_hf(folder: str | Path) -> PolicyConfig:
+    """The sizes of the policy in a Hugging Face folder."""
+    return hf.read_policy_config(folder)
+
+
+def policy_config(config: DecoderConfig) -> PolicyConfig:
+    """The sizes of a torchtitan spec. Raises ValueError for a family without a Hugging Face form here."""
+    layer, moe = config.layers[0], config.layers[0].moe
+    if isinstance(config, Llama3Model.Config):
+        model_type = "llama"
+    elif isinstance(config, Qwen3Model.Config):
+        model_type = "qwen3" if moe is None else "qwen3_moe"
+    else:
+        raise ValueError(f"{type(config).__qualname__} has no Hugging Face form here: only Qwen3 and Llama 3 have")
+    attention, rope = layer.attention, layer.attention.rope
+    sizes: dict[str, Any] = {}
+    if moe is not None:
+        sizes = {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.router.top_k,
+            "moe_intermediate_size": moe.routed_experts.inner_experts.hidden_dim,
+        }
+    else:
+        sizes = {"intermediate_size": layer.feed_forward.w1.out_features}
+    return PolicyConfig(
+        model_type=model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        num_hidden_layers=len(config.layers),
+        num_attention_heads=attention.n_heads,
+        num_key_value_heads=attention.n_kv_heads or attention.n_heads,
+        head_dim=attention.head_dim or config.dim // attention.n_heads,
+        max_position_embeddings=rope.max_seq_len,
+        rms_norm_eps=config.norm.eps,
+        rope=_rope_settings(rope),
+        tie_word_embeddings=config.enable_weight_tying,
+        **sizes,
+    )
+
+
+def _rope_settings(rope: RoPE.Config) -> RopeConfig:
+    if isinstance(rope, PolicyCosSinRoPE.Config | PolicyComplexRoPE.Config):
+        return rope.settings
+    if rope.scaling == "llama":
+        return RopeConfig(
+            theta=rope.theta,
+            scaling="llama3",
+            factor=rope.scaling_factor,
+            low_freq_factor=rope.low_freq_factor,
+            high_freq_factor=rope.high_freq_factor,
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+        )
+    if rope.scaling == "yarn" and rope.rope_factor > 1:
+        return RopeConfig(
+            theta=rope.theta,
+            scaling="yarn",
+            factor=rope.rope_factor,
+            beta_fast=rope.beta_fast,
+            beta_slow=rope.beta_slow,
+            original_max_position_embeddings=rope.original_seq_len,
+            truncate=rope.truncate,
+            attention_factor=1.0,  # torchtitan's tables have none
+        )
+    return RopeConfig(theta=rope.theta)
+
+
+def hf_config(config: DecoderConfig) -> dict[str, Any]:
+    """A config.json of the policy that transformers loads."""
+    return hf.policy_json(policy_config(config))
+
+
+def hf_adapter(config: DecoderConfig) -> Qwen3StateDictAdapter | Llama3StateDictAdapter:
+    """torchtitan's translation of state dicts (`to_hf`, `from_hf`), one tensor at a time; see `policy.weights`."""
+    policy_config(config)  # refuses other families
+    # Untied: the adapters then treat each tensor by itself, and the shared one is ours to place.
+    config = dataclasses.replace(config, enable_weight_tying=False)
+    return (Llama3StateDictAdapter if isinstance(config, Llama3Model.Config) else Qwen3StateDictAdapter)(config, None)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the marks that activation checkpointing leaves in it."""
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from cospec import titan
 from cospec.config import PolicyConfig
 from cospec.mesh import Mesh
+from cospec.policy.weights import load_hf
+from cospec.titan import head_weight as head_weight  # part of this module's interface
 
 
 def build_policy(
@@ -51,7 +53,7 @@ def build_policy(
     titan.materialise(model, device)
     model.compute_dtype = dtype
     if isinstance(cfg, PolicyConfig) and cfg.hf_path is not None:
-        titan.load_hf(model, cfg.hf_path)
+        load_hf(model, cfg.hf_path)
     else:
         titan.init_parameters(model, seed)
     return model

@@ -1,0 +1,123 @@
+"""Weights of a policy to and from Hugging Face folders (safetensors only)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cospec import hf
+from cospec.titan import DecoderConfig, assign, hf_adapter, hf_config, plain_name
+
+
+def _hf_layout(config: DecoderConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """For each parameter of the spec (a tied one once) the Hugging Face tensors it is made of, with shapes."""
+    adapter = hf_adapter(config)
+    with torch.device("meta"):
+        model = config.build()
+    return {
+        name: {key: tuple(value.shape) for key, value in adapter.to_hf({name: parameter.detach()}).items()}
+        for name, parameter in model.named_parameters()
+    }
+
+
+def to_hf(config: DecoderConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face tensors of a whole state dict (see `build.full_state`).
+
+    Raises ValueError naming tensors that are missing, unknown or misshapen, or that the
+    format cannot hold.
+    """
+    layout, adapter = _hf_layout(config), hf_adapter(config)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in config.build().state_dict().items()}
+    _check_names("state", set(state), wanted=set(shapes), known=set(shapes))
+    out: dict[str, Tensor] = {}
+    for name, value in state.items():
+        _check_shape(name, value.shape, shapes[name])
+        if name in layout:
+            out |= adapter.to_hf({name: value.detach()})
+        elif config.enable_weight_tying and name == "lm_head.weight":
+            if not torch.equal(value, state["tok_embeddings.weight"]):
+                raise ValueError("lm_head.weight differs from tok_embeddings.weight, but the policy ties them")
+        elif value.any():
+            raise ValueError(f"{name} is not zero, and a Hugging Face folder has no place for it")
+    return out
+
+
+def from_hf(config: DecoderConfig, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a policy out of Hugging Face tensors; the inverse of `to_hf`.
+
+    Raises ValueError naming tensors that are missing, unknown or misshapen.
+    """
+    layout, adapter = _hf_layout(config), hf_adapter(config)
+    wanted = {key for keys in layout.values() for key in keys}
+    _check_names("hf_state", set(hf_state), wanted=wanted, known=wanted | _ignored(config, hf_state))
+    state = {name: _read(adapter, name, keys, hf_state) for name, keys in layout.items()}
+    if config.enable_weight_tying:
+        state["lm_head.weight"] = state["tok_embeddings.weight"]
+    return state
+
+
+def load_hf(model: nn.Module, folder: str | Path) -> None:
+    """Fill a model, or a pipeline stage of one, sharded or not, from a folder, tensor by tensor.
+
+    Raises ValueError naming the folder and the tensors that are missing, unknown or misshapen.
+    """
+    config, files = model.config, hf.TensorFolder(folder)
+    layout, adapter = _hf_layout(config), hf_adapter(config)
+    known = {key for keys in layout.values() for key in keys}
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    wanted = {key for name in parameters for key in layout[name]}
+    _check_names(str(folder), files.keys(), wanted=wanted, known=known | _ignored(config, files))
+    for name, parameter in parameters.items():
+        assign(parameter, _read(adapter, name, layout[name], files))
+
+
+def save_hf(
+    config: DecoderConfig,
+    state: Mapping[str, Tensor],
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> None:
+    """Write a whole state dict as a folder that transformers loads; one process calls it.
+
+    dtype: of the tensors in the files; None keeps theirs. See `hf.write_folder` for the rest.
+    """
+    tensors = {key: value.to(dtype or value.dtype) for key, value in to_hf(config, state).items()}
+    kind = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    raw = {**hf_config(config), "dtype": kind, "torch_dtype": kind}
+    hf.write_folder(folder, raw, tensors, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+
+
+def _read(adapter, name: str, keys: Mapping[str, tuple[int, ...]], source: Mapping[str, Tensor]) -> Tensor:
+    tensors = {}
+    for key, shape in keys.items():
+        tensors[key] = source[key]
+        _check_shape(key, tensors[key].shape, shape)
+    return adapter.from_hf(tensors)[name]
+
+
+def _ignored(config: DecoderConfig, source: Mapping[str, Tensor]) -> set[str]:
+    """Tensors that files may hold without being parameters: old RoPE tables, a tied head's copy."""
+    ignored = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(config.layers))}
+    tied, head, table = config.enable_weight_tying, "lm_head.weight", "model.embed_tokens.weight"
+    if tied and head in source and table in source and torch.equal(source[head], source[table]):
+        ignored.add(head)
+    return ignored
+
+
+def _check_names(where: str, names: set[str], *, wanted: set[str], known: set[str]) -> None:
+    for what, wrong in (("lacks", wanted - names), ("has unknown", names - known)):
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ValueError(f"{where} {what} tensors: {', '.join(sorted(wrong)[:3])}{more}")
+
+
+def _check_shape(name: str, shape: torch.Size, expected: tuple[int, ...] | torch.Size) -> None:
+    if tuple(shape) != tuple(expected):
+        raise ValueError(f"{name} has shape {list(shape)}, the policy needs {list(expected)}")
