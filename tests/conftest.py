@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import settings
+
 from support.pool import Ranks
 
 torch.set_num_threads(1)
