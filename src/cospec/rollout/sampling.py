@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cospec.ops.acceptance import sample
 from cospec.records import SamplingParams
 
 PROPOSE, ACCEPT, SAMPLE = 0, 1, 2
@@ -75,3 +76,8 @@ def distribution(logp: Tensor, params: SamplingParams) -> Tensor:
         ordered = ordered.masked_fill(before >= params.top_p, 0)
     ordered = ordered / ordered.sum(-1, keepdim=True)
     return torch.zeros_like(probs).scatter_(-1, index, ordered)
+
+
+def draw(probs: Tensor, u: Tensor, params: SamplingParams) -> Tensor:
+    """One token [...] per distribution [..., V]; a greedy one is one-hot and needs no random number."""
+    return probs.argmax(-1) if params.temperature == 0 else sample(probs, u)

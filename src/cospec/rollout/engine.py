@@ -1,0 +1,86 @@
+"""What every rollout engine does, and the helpers that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cospec.records import Rollout, SamplingParams
+
+
+class Engine(Protocol):
+    """Generates from the newest weights that it was given."""
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, sample_ids: list[int] | None = None
+    ) -> list[Rollout]:
+        """One rollout per prompt, in order. `sample_ids` (default 0, 1, ..) select the random numbers."""
+        ...
+
+    def refit(self, policy_state: Mapping[str, Tensor], draft_state: Mapping[str, Tensor] | None, version: int) -> None:
+        """Take over new weights (full tensors by state-dict name); rollouts carry `version` from now on."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since the engine was built."""
+        ...
+
+
+def acceptance_length(rollouts: Sequence[Rollout]) -> float:
+    """Tokens per verification, the bonus token counted: `1 + accepted / verify steps`; nan without any."""
+    steps = sum(r.verify_steps for r in rollouts)
+    return 1 + sum(sum(r.accepted) for r in rollouts) / steps if steps else float("nan")
+
+
+def acceptance_by_position(rollouts: Sequence[Rollout]) -> list[float]:
+    """Share of the tokens proposed at draft position 0, 1, .. that were accepted there."""
+    width = max((len(r.proposed) for r in rollouts), default=0)
+    rates = []
+    for j in range(width):
+        proposed = sum(r.proposed[j] for r in rollouts if j < len(r.proposed))
+        accepted = sum(r.accepted[j] for r in rollouts if j < len(r.accepted))
+        rates.append(accepted / proposed if proposed else float("nan"))
+    return rates
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]], sample_ids: Sequence[int] | None, *, max_len: int, vocab_size: int
+) -> None:
+    """Raises ValueError naming field, value and rule for what cannot be generated from."""
+    if len(prompts) == 0:
+        raise ValueError("prompts=[]: must hold at least one prompt")
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompts[{i}]=[]: must hold at least one token")
+        if len(prompt) + 1 > max_len:
+            raise ValueError(
+                f"prompts[{i}] has {len(prompt)} tokens: prompt and one new token must fit max_len={max_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            bad = next(t for t in prompt if not 0 <= t < vocab_size)
+            raise ValueError(f"prompts[{i}] holds token {bad}: ids must be in 0..{vocab_size - 1}")
+    if sample_ids is not None and len(sample_ids) != len(prompts):
+        raise ValueError(f"sample_ids has {len(sample_ids)} entries: must be one per prompt ({len(prompts)})")
+
+
+def check_state(owner: str, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless `state` has exactly the module's names, each with its shape."""
+    own = module.state_dict()
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or unknown:
+        raise ValueError(f"{owner}_state: missing {missing}, unknown {unknown}: names must be those of the {owner}")
+    for name, value in own.items():
+        if state[name].shape != value.shape:
+            raise ValueError(
+                f"{owner}_state[{name!r}] has shape {tuple(state[name].shape)}: the {owner} has {tuple(value.shape)}"
+            )
+
+
+@torch.no_grad()
+def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy checked full tensors into a module, casting to its dtypes."""
+    for name, value in module.state_dict().items():
+        value.copy_(state[name])
