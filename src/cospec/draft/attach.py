@@ -48,6 +48,13 @@ def attach_draft(
         "and a loaded checkpoint go together: read the folder with export.eagle3.load_draft",
     )
     require(1 <= draft_cfg.num_passes <= 8, "draft.num_passes", draft_cfg.num_passes, "must be 1..8")
+    window = draft_cfg.sliding_window if checkpoint is None else checkpoint.config.sliding_window
+    require(
+        window is None or window >= draft_cfg.num_passes,
+        "draft.sliding_window",
+        window,
+        f"must be >= num_passes={draft_cfg.num_passes}: the last pass sees that many keys of its own row",
+    )
     if checkpoint is not None:
         draft = checkpoint
         check_fits(draft.config, policy.config)
