@@ -1,0 +1,461 @@
+"""Soft-label draft loss and label log-probabilities that never hold `[T, V]` logits.
+
+Both sweep over chunks of rows and, where a row block is still too large, over tiles of
+the vocabulary with a running logsumexp. `draft_loss` forms its gradients in the sweep;
+`token_logprobs` recomputes a tile in backward, since its upstream gradient is per token.
+
+Letters beyond the legend of cospec.records: S teacher rows, C rows of a chunk,
+W columns of a vocabulary tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cospec.records import DraftOutput
+
+TILE_BYTES = 8 << 20
+"""Size of one logits buffer. A loss holds three, a fourth for products of bfloat16 on CUDA,
+and the gathered rows of K passes (one more each way): it stays below 64 MiB."""
+
+_MIN_ROWS = 64
+"""Fewer rows than this at a time make the matrix products wait for the head's memory."""
+
+
+def draft_loss(
+    hidden_KTD: Sequence[Tensor],
+    head_UD: Tensor,
+    teacher_SD: Tensor,
+    teacher_head_VD: Tensor,
+    rows_KS: Tensor,
+    coef_K: Tensor,
+    *,
+    vocab_map_U: Tensor | None = None,
+    chunk: int = 256,
+    renormalise: bool = False,
+) -> DraftOutput:
+    """Soft cross-entropy of K draft passes against the policy's own distribution.
+
+    `loss = sum_k coef_k sum_pairs -sum_u policy(u) log draft(u)`: `policy` is the softmax
+    over all V tokens restricted to the draft vocabulary, where it keeps its mass m < 1
+    unless `renormalise`; `draft` is the softmax over U. Gradient of a pair's logits:
+    `m * draft - policy`. Pairs that do not count add nothing, whatever their rows hold.
+
+    The metrics compare with the policy over its whole vocabulary: acceptance is
+    `sum_u min(policy, draft)` and top-1 asks for the policy's argmax over V.
+
+    Args:
+        hidden_KTD: K tensors [T, D], the draft's head inputs of each pass.
+        head_UD: the draft's head. Matrix products run in its dtype.
+        teacher_SD: the policy's final normed hidden states; detached here.
+        teacher_head_VD: the policy's head; detached here.
+        rows_KS: int64 [K, S]: the row of pass k whose pair has teacher row s, -1 where no
+            pair counts. A row may appear once per pass.
+        coef_K: what multiplies the loss sum of each pass (global weight / global count).
+        vocab_map_U: int64 [U], policy ids of the draft vocabulary; None is the identity.
+        chunk: teacher rows at a time, at most.
+
+    Numerics: softmax, loss and sums in float32 (float64 for float64 heads), also for
+        bfloat16 inputs. The head's gradient is accumulated in float32.
+    Memory: under 64 MiB above inputs and gradients at V = 151936 for D <= 1024.
+    Raises: ValueError for shapes that do not fit together.
+    """
+    hidden_KTD = tuple(hidden_KTD)
+    _check_draft_inputs(hidden_KTD, head_UD, teacher_SD, teacher_head_VD, rows_KS, coef_K, vocab_map_U, chunk)
+    sums = _DraftLoss.apply(
+        torch.is_grad_enabled(),
+        teacher_SD.detach(),
+        teacher_head_VD.detach(),
+        rows_KS,
+        coef_K,
+        vocab_map_U,
+        chunk,
+        renormalise,
+        head_UD,
+        *hidden_KTD,
+    )
+    return DraftOutput(*sums)
+
+
+def token_logprobs(
+    hidden_TD: Tensor, head_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+) -> Tensor:
+    """float32 [T]: log-probability of each label under `softmax(hidden @ head.T / temperature)`.
+
+    float64 for a float64 head. Saves one logsumexp per row; gradients flow to hidden and
+    head. Raises ValueError for shapes that do not fit or a temperature <= 0.
+    """
+    if hidden_TD.ndim != 2 or head_VD.ndim != 2 or hidden_TD.shape[1] != head_VD.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden_TD.shape)} and head {tuple(head_VD.shape)} must be [T, D] and [V, D]")
+    if labels_T.shape != hidden_TD.shape[:1]:
+        raise ValueError(f"labels has shape {tuple(labels_T.shape)}, hidden has {hidden_TD.shape[0]} rows")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be > 0")
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be >= 1")
+    return _TokenLogprobs.apply(hidden_TD, head_VD, labels_T, float(temperature), chunk)
+
+
+def _check_draft_inputs(hidden_KTD, head_UD, teacher_SD, teacher_head_VD, rows_KS, coef_K, vocab_map_U, chunk) -> None:
+    num_passes = len(hidden_KTD)
+    if num_passes < 1:
+        raise ValueError("hidden_KTD must hold at least one pass")
+    shape = hidden_KTD[0].shape
+    if len(shape) != 2 or any(h.shape != shape for h in hidden_KTD):
+        raise ValueError(f"every pass must be [T, D] of one shape, got {[tuple(h.shape) for h in hidden_KTD]}")
+    if head_UD.ndim != 2 or head_UD.shape[1] != shape[1]:
+        raise ValueError(f"head_UD has shape {tuple(head_UD.shape)}, hidden has D={shape[1]}")
+    if teacher_head_VD.ndim != 2 or teacher_SD.ndim != 2 or teacher_SD.shape[1] != teacher_head_VD.shape[1]:
+        raise ValueError(
+            f"teacher_SD {tuple(teacher_SD.shape)} and teacher_head_VD {tuple(teacher_head_VD.shape)} must share D"
+        )
+    if tuple(rows_KS.shape) != (num_passes, teacher_SD.shape[0]):
+        raise ValueError(f"rows_KS has shape {tuple(rows_KS.shape)}, must be {(num_passes, teacher_SD.shape[0])}")
+    if tuple(coef_K.shape) != (num_passes,):
+        raise ValueError(f"coef_K has shape {tuple(coef_K.shape)}, must be {(num_passes,)}")
+    mapped = teacher_head_VD.shape[0] if vocab_map_U is None else vocab_map_U.shape[0]
+    if mapped != head_UD.shape[0] or mapped > teacher_head_VD.shape[0]:
+        raise ValueError(
+            f"head_UD has {head_UD.shape[0]} rows for a draft vocabulary of {mapped}, "
+            f"the policy's has {teacher_head_VD.shape[0]}"
+        )
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be >= 1")
+
+
+def _plan(rows: int, chunk: int, vocab: int, itemsize: int) -> tuple[int, int]:
+    """(rows of a chunk, columns of a tile) so that one buffer takes at most TILE_BYTES."""
+    cells = TILE_BYTES // itemsize
+    rows = max(1, min(rows, chunk))
+    if cells // vocab >= min(rows, _MIN_ROWS):  # whole rows fit: no logit is computed twice
+        return min(rows, cells // vocab), vocab
+    return rows, max(1, min(vocab, cells // rows))
+
+
+def _tiles(total: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, total)) for i in range(0, total, size)]
+
+
+def _product_into(out_CW: Tensor, x_CD: Tensor, weight_WD: Tensor) -> None:
+    """out = x @ weight.T without rounding to a narrower dtype than out's."""
+    if weight_WD.dtype == out_CW.dtype:
+        torch.mm(x_CD, weight_WD.T, out=out_CW)
+    elif out_CW.is_cuda and weight_WD.element_size() == 2:
+        out_CW.copy_(torch.mm(x_CD, weight_WD.T, out_dtype=out_CW.dtype))
+    else:  # no such product here: widen the weight a few rows at a time
+        x_CD = x_CD.to(out_CW.dtype)
+        for part in _parts(weight_WD, out_CW):
+            torch.mm(x_CD, weight_WD[part].to(out_CW.dtype).T, out=out_CW[:, part])
+
+
+def _add_product(out: Tensor, grad: Tensor, b: Tensor) -> None:
+    """out += grad @ b for a float32 or float64 grad; b may be narrower."""
+    if b.dtype == out.dtype:
+        out.addmm_(grad, b)
+    elif out.is_cuda and b.element_size() == 2:
+        for part in _parts(out, out):
+            out[part] += torch.mm(grad[part].to(b.dtype), b, out_dtype=out.dtype)
+    else:
+        for part in _parts(b, out):
+            out.addmm_(grad[:, part], b[part].to(out.dtype))
+
+
+def _parts(rows: Tensor, like: Tensor) -> list[slice]:
+    """Blocks of rows that take at most half of TILE_BYTES in the dtype of `like`."""
+    return _tiles(rows.shape[0], max(1, TILE_BYTES // (2 * rows.shape[1] * like.element_size())))
+
+
+@dataclass
+class _Running:
+    """Running logsumexp of rows of logits, their argmax, and the sum over a subset of columns."""
+
+    peak_C1: Tensor
+    sum_C1: Tensor
+    subset_C: Tensor | None
+    argmax_C: Tensor
+
+    @classmethod
+    def start(cls, rows: int, like: Tensor, subset: bool) -> _Running:
+        return cls(
+            like.new_full((rows, 1), float("-inf")),
+            like.new_zeros(rows, 1),
+            like.new_zeros(rows) if subset else None,
+            torch.zeros(rows, dtype=torch.int64, device=like.device),
+        )
+
+    def add(self, logits_CW: Tensor, offset: int, scratch_CW: Tensor, in_subset_W: Tensor | None) -> None:
+        value_C1, index_C1 = logits_CW.max(1, keepdim=True)
+        higher_C1 = value_C1 > self.peak_C1
+        self.argmax_C = torch.where(higher_C1.squeeze(1), index_C1.squeeze(1) + offset, self.argmax_C)
+        peak_C1 = torch.maximum(value_C1, self.peak_C1)
+        rescale_C1 = (self.peak_C1 - peak_C1).exp_()
+        torch.sub(logits_CW, peak_C1, out=scratch_CW).exp_()
+        self.sum_C1 = self.sum_C1 * rescale_C1 + scratch_CW.sum(1, keepdim=True)
+        if self.subset_C is not None:
+            self.subset_C = self.subset_C * rescale_C1.squeeze(1) + scratch_CW @ in_subset_W
+        self.peak_C1 = peak_C1
+
+    @property
+    def logsumexp_C1(self) -> Tensor:
+        return self.peak_C1 + self.sum_C1.log()
+
+    @property
+    def mass_C1(self) -> Tensor:
+        """Share of the probability that lies in the subset; 1 without one."""
+        if self.subset_C is None:
+            return torch.ones_like(self.sum_C1)
+        return self.subset_C.unsqueeze(1) / self.sum_C1
+
+
+def _buffer(flat: Tensor, rows: int, cols: int) -> Tensor:
+    return flat[: rows * cols].view(rows, cols)
+
+
+def _sweep(x_CD: Tensor, head_VD: Tensor, size: int, logits: Tensor, scratch: Tensor, subset_V: Tensor | None):
+    """Statistics of all logits of the rows; the last tile's logits stay in the buffer."""
+    running = _Running.start(x_CD.shape[0], logits, subset_V is not None)
+    for tile in _tiles(head_VD.shape[0], size):
+        width = tile.stop - tile.start
+        logits_CW = _buffer(logits, x_CD.shape[0], width)
+        _product_into(logits_CW, x_CD, head_VD[tile])
+        in_subset = None if subset_V is None else subset_V[tile]
+        running.add(logits_CW, tile.start, _buffer(scratch, x_CD.shape[0], width), in_subset)
+    return running
+
+
+def _gather(x_TD: Tensor, rows_C: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of x, zero where the index is -1."""
+    return x_TD.index_select(0, rows_C.clamp(min=0)).to(dtype).masked_fill_((rows_C < 0).unsqueeze(1), 0)
+
+
+class _DraftLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        grad_enabled: bool,
+        teacher_SD: Tensor,
+        teacher_head_VD: Tensor,
+        rows_KS: Tensor,
+        coef_K: Tensor,
+        vocab_map_U: Tensor | None,
+        chunk: int,
+        renormalise: bool,
+        head_UD: Tensor,
+        *hidden_KTD: Tensor,
+    ):
+        num_passes, rows_T = len(hidden_KTD), hidden_KTD[0].shape[0]
+        device, matmul_dtype = head_UD.device, head_UD.dtype
+        dtype = torch.float64 if matmul_dtype == torch.float64 else torch.float32
+        vocab_V, vocab_U, dim = teacher_head_VD.shape[0], head_UD.shape[0], head_UD.shape[1]
+        coef_K = coef_K.to(dtype)
+
+        # Only the teacher rows that some pass needs.
+        wanted_S = (rows_KS >= 0).any(0).nonzero().squeeze(1)
+        itemsize = dtype.itemsize
+        fit = max(1, TILE_BYTES // (dim * itemsize * num_passes))  # gathered rows of all passes
+        chunk_rows, size_V = _plan(len(wanted_S), min(chunk, fit), vocab_V, itemsize)
+        size_U = min(vocab_U, max(size_V, TILE_BYTES // itemsize // chunk_rows))
+        whole_V, whole_U = size_V == vocab_V, size_U == vocab_U
+        logits = torch.empty(chunk_rows * max(size_V, size_U), dtype=dtype, device=device)
+        scratch = torch.empty_like(logits)
+        policy = torch.empty(chunk_rows * size_U, dtype=dtype, device=device)
+
+        wants_hidden = grad_enabled and any(ctx.needs_input_grad[-num_passes:])
+        wants_head = grad_enabled and ctx.needs_input_grad[-num_passes - 1]
+        grad_hidden = [torch.zeros_like(h) for h in hidden_KTD] if wants_hidden else None
+        grad_head_UD = torch.zeros(vocab_U, dim, dtype=dtype, device=device) if wants_head else None
+
+        loss_KT = torch.zeros(num_passes, rows_T, dtype=dtype, device=device)
+        alpha_KT, top1_KT, counted_KT = (torch.zeros_like(loss_KT) for _ in range(3))
+        subset_V = None
+        if vocab_map_U is not None:
+            subset_V = torch.zeros(vocab_V, dtype=dtype, device=device).index_fill_(0, vocab_map_U, 1.0)
+
+        for begin in range(0, len(wanted_S), chunk_rows):
+            wanted_C = wanted_S[begin : begin + chunk_rows]
+            rows_KC = rows_KS[:, wanted_C]
+            num_rows = len(wanted_C)
+            teacher_CD = teacher_SD[wanted_C].to(teacher_head_VD.dtype)
+            teacher = _sweep(teacher_CD, teacher_head_VD, size_V, logits, scratch, subset_V)
+            teacher_lse_C1, mass_C1 = teacher.logsumexp_C1, teacher.mass_C1
+            inverse_mass_C1 = torch.where(mass_C1 > 0, 1 / mass_C1, 0.0)
+
+            hidden_KCD = [_gather(h, r, matmul_dtype) for h, r in zip(hidden_KTD, rows_KC, strict=True)]
+            counts_KC = (rows_KC >= 0).to(dtype)
+            stats_K = []
+            if not whole_U:  # then not whole_V either: no teacher logits are lost here
+                stats_K = [_sweep(h, head_UD, size_U, logits, scratch, None) for h in hidden_KCD]
+            cells_KC = logits.new_zeros(3, num_passes, num_rows)  # loss, alpha, top1
+            grad_KCD = [logits.new_zeros(num_rows, dim) for _ in hidden_KCD] if wants_hidden else None
+
+            for tile in _tiles(vocab_U, size_U):
+                width = tile.stop - tile.start
+                policy_CW = _buffer(policy, num_rows, width)
+                scratch_CW = _buffer(scratch, num_rows, width)
+                if whole_V:
+                    teacher_CV = _buffer(logits, num_rows, vocab_V)
+                    if vocab_map_U is None:
+                        policy_CW.copy_(teacher_CV)
+                    else:
+                        torch.index_select(teacher_CV, 1, vocab_map_U[tile], out=policy_CW)
+                else:
+                    _teacher_tile(policy_CW, teacher_CD, teacher_head_VD, tile, vocab_map_U)
+                policy_CW.sub_(teacher_lse_C1).exp_()
+
+                for k, hidden_CD in enumerate(hidden_KCD):
+                    draft_CW = _buffer(logits, num_rows, width)
+                    _product_into(draft_CW, hidden_CD, head_UD[tile])
+                    if whole_U:
+                        stats = _Running.start(num_rows, logits, False)
+                        stats.add(draft_CW, 0, scratch_CW, None)
+                    else:
+                        stats = stats_K[k]
+                    draft_CW.sub_(stats.logsumexp_C1)  # log draft
+                    torch.mul(policy_CW, draft_CW, out=scratch_CW)
+                    cells_KC[0, k] -= scratch_CW.sum(1)
+                    draft_CW.exp_()
+                    torch.minimum(policy_CW, draft_CW, out=scratch_CW)
+                    cells_KC[1, k] += scratch_CW.sum(1)
+                    if tile.start == 0:
+                        top_C = stats.argmax_C if vocab_map_U is None else vocab_map_U[stats.argmax_C]
+                        cells_KC[2, k] = (top_C == teacher.argmax_C).to(dtype)
+                    if not (wants_hidden or wants_head):
+                        continue
+                    # Gradient of the logits: mass * draft - policy, rescaled if renormalised.
+                    weight_C1 = (coef_K[k] * counts_KC[k]).unsqueeze(1)
+                    if renormalise:
+                        torch.mul(policy_CW, inverse_mass_C1, out=scratch_CW)
+                        draft_CW.sub_(scratch_CW).mul_(weight_C1 * (mass_C1 > 0))
+                    else:
+                        draft_CW.mul_(mass_C1).sub_(policy_CW).mul_(weight_C1)
+                    if wants_hidden:
+                        _add_product(grad_KCD[k], draft_CW, head_UD[tile])
+                    if wants_head:
+                        _add_product(grad_head_UD[tile], draft_CW.T, hidden_CD)
+
+            if renormalise:
+                cells_KC[0] *= inverse_mass_C1.T
+            cells_KC *= counts_KC
+            for k, rows_C in enumerate(rows_KC):
+                index_C = rows_C.clamp(min=0)  # an uncounted pair adds zero to row 0
+                loss_KT[k].index_add_(0, index_C, cells_KC[0, k])
+                alpha_KT[k].index_add_(0, index_C, cells_KC[1, k])
+                top1_KT[k].index_add_(0, index_C, cells_KC[2, k])
+                counted_KT[k].index_add_(0, index_C, counts_KC[k])
+                if wants_hidden:
+                    grad_hidden[k].index_add_(0, index_C, grad_KCD[k].to(hidden_KTD[k].dtype))
+
+        loss_sum_K = loss_KT.double().sum(1)
+        whole_T = (counted_KT > 0).all(0).double()
+        length_T = 1 + alpha_KT.double().cumprod(0).sum(0)
+        ctx.grads = (grad_head_UD, grad_hidden)
+        ctx.head_dtype = matmul_dtype
+        metrics = (
+            loss_sum_K,
+            alpha_KT.double().sum(1),
+            top1_KT.double().sum(1),
+            counted_KT.double().sum(1),
+            (length_T * whole_T).sum(),
+            whole_T.sum(),
+        )
+        ctx.mark_non_differentiable(*metrics)
+        return ((coef_K.double() * loss_sum_K).sum().to(dtype), *metrics)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss: Tensor, *_):
+        if ctx.grads is None:
+            raise RuntimeError("draft_loss: backward a second time; its gradients are formed once and handed out")
+        grad_head_UD, grad_hidden = ctx.grads
+        ctx.grads = None  # scaled in place: no second copy of the head's gradient
+        if grad_head_UD is not None:
+            grad_head_UD = grad_head_UD.mul_(grad_loss).to(ctx.head_dtype)
+        if grad_hidden is None:
+            grad_hidden = [None] * (len(ctx.needs_input_grad) - 9)
+        else:
+            grad_hidden = [g.mul_(grad_loss) for g in grad_hidden]
+        return (*[None] * 8, grad_head_UD, *grad_hidden)
+
+
+def _teacher_tile(
+    out_CW: Tensor, teacher_CD: Tensor, teacher_head_VD: Tensor, tile: slice, vocab_map_U: Tensor | None
+) -> None:
+    """Teacher logits of the tile's draft tokens; head rows are gathered a few at a time."""
+    if vocab_map_U is None:
+        _product_into(out_CW, teacher_CD, teacher_head_VD[tile])
+        return
+    size = max(1, TILE_BYTES // (teacher_head_VD.shape[1] * teacher_head_VD.element_size()))
+    ids_W = vocab_map_U[tile]
+    for part in _tiles(len(ids_W), size):
+        _product_into(out_CW[:, part], teacher_CD, teacher_head_VD[ids_W[part]])
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, labels_T: Tensor, temperature: float, chunk: int):
+        dtype = torch.float64 if head_VD.dtype == torch.float64 else torch.float32
+        num_rows, vocab = hidden_TD.shape[0], head_VD.shape[0]
+        rows, size = _plan(num_rows, chunk, vocab, dtype.itemsize)
+        logits = torch.empty(rows * size, dtype=dtype, device=hidden_TD.device)
+        scratch = torch.empty_like(logits)
+        logp_T = torch.empty(num_rows, dtype=dtype, device=hidden_TD.device)
+        lse_T = torch.empty_like(logp_T)
+        for part in _tiles(num_rows, rows):
+            x_CD, labels_C1 = hidden_TD[part].to(head_VD.dtype), labels_T[part].unsqueeze(1)
+            running = _Running.start(len(x_CD), logits, False)
+            label_C1 = logits.new_zeros(len(x_CD), 1)
+            for tile in _tiles(vocab, size):
+                width = tile.stop - tile.start
+                logits_CW = _buffer(logits, len(x_CD), width)
+                _product_into(logits_CW, x_CD, head_VD[tile])
+                logits_CW.mul_(1 / temperature)
+                running.add(logits_CW, tile.start, _buffer(scratch, len(x_CD), width), None)
+                inside_C1, local_C1 = _inside(labels_C1, tile)
+                label_C1 = torch.where(inside_C1, logits_CW.gather(1, local_C1), label_C1)
+            lse_T[part] = running.logsumexp_C1.squeeze(1)
+            logp_T[part] = (label_C1 - running.logsumexp_C1).squeeze(1)
+        ctx.save_for_backward(hidden_TD, head_VD, labels_T, lse_T)
+        ctx.plan = (temperature, rows, size, dtype)
+        return logp_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_T: Tensor):
+        hidden_TD, head_VD, labels_T, lse_T = ctx.saved_tensors
+        temperature, rows, size, dtype = ctx.plan
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        logits = torch.empty(rows * size, dtype=dtype, device=hidden_TD.device)
+        grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
+        grad_head_VD = torch.zeros(head_VD.shape, dtype=dtype, device=head_VD.device) if wants_head else None
+        for part in _tiles(hidden_TD.shape[0], rows):
+            x_CD, labels_C1 = hidden_TD[part].to(head_VD.dtype), labels_T[part].unsqueeze(1)
+            grad_C1 = (grad_T[part].to(dtype) / temperature).unsqueeze(1)
+            grad_CD = logits.new_zeros(x_CD.shape)
+            for tile in _tiles(head_VD.shape[0], size):
+                logits_CW = _buffer(logits, len(x_CD), tile.stop - tile.start)
+                _product_into(logits_CW, x_CD, head_VD[tile])
+                logits_CW.mul_(1 / temperature).sub_(lse_T[part].unsqueeze(1)).exp_()
+                # d logp[label] / d logits = onehot - softmax
+                logits_CW.mul_(-grad_C1)
+                inside_C1, local_C1 = _inside(labels_C1, tile)
+                logits_CW.scatter_add_(1, local_C1, grad_C1 * inside_C1)
+                if wants_hidden:
+                    _add_product(grad_CD, logits_CW, head_VD[tile])
+                if wants_head:
+                    _add_product(grad_head_VD[tile], logits_CW.T, x_CD)
+            if wants_hidden:
+                grad_hidden_TD[part] = grad_CD
+        if grad_head_VD is not None:
+            grad_head_VD = grad_head_VD.to(head_VD.dtype)
+        return grad_hidden_TD, grad_head_VD, None, None, None
+
+
+def _inside(labels_C1: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
+    """Which labels lie in the tile, and their column there (any column for the others)."""
+    inside_C1 = (labels_C1 >= tile.start) & (labels_C1 < tile.stop)
+    return inside_C1, (labels_C1 - tile.start).clamp(0, tile.stop - tile.start - 1)
