@@ -1,0 +1,297 @@
+"""What a run leaves behind and shows: metrics.jsonl, evaluations.jsonl, the console, wandb.
+
+Rank 0 writes; the other ranks hold the same object and it does nothing there. Figures are
+mesh-wide before they come here (`reduce_sums`, `Mesh.sum`): nothing is reduced twice.
+
+Fields of a row of metrics.jsonl (null where a figure does not exist or is not finite):
+    step, time_s (since the run or its resumption began), policy_version,
+    policy_loss, policy_grad_norm, draft_loss, draft_grad_norm, draft_skipped,
+    draft_acceptance_pass_0.., draft_top1_pass_0.., draft_simulated_acceptance_length,
+    reward_mean, rollout_acceptance_length, rollout_tokens_per_s,
+    rollout_s, policy_s, draft_s, refit_s (seconds of the parts of the step).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cospec.config import ConfigError, RunConfig
+from cospec.mesh import Mesh
+from cospec.records import StepStats
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+PLAIN_EVERY_S = 5.0
+
+
+class MetricsLog:
+    """The record of one run; a context manager around it.
+
+    Args:
+        config: `output_dir`, `train.steps`, `checkpoint.resume` and `wandb` are read.
+        rank: of this process in the whole run.
+
+    Raises:
+        ConfigError: on every rank, when `output_dir` cannot be written or already holds a run
+            that is not to be resumed.
+    """
+
+    def __init__(self, config: RunConfig, *, rank: int = 0):
+        self.config = config
+        self.folder = Path(config.output_dir)
+        self.is_writer = rank == 0
+        self.console = Console(quiet=not self.is_writer, highlight=False, soft_wrap=True)
+        self._started = time.perf_counter()
+        self._last_line = -math.inf
+        self._first_step: int | None = None
+        self._wandb: Any = None
+        self._progress: Progress | None = None
+        _on_first_rank(self.is_writer, lambda: open_run_folder(config))
+
+    def __enter__(self) -> MetricsLog:
+        if self.is_writer and self.config.wandb:
+            self._wandb = _open_wandb(self.config)
+        if self.is_writer and self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("steps", total=self.config.train.steps, figures="", start=False)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if exc[0] is None else 1)
+
+    def note(self, text: str) -> None:
+        """A line for the reader of the console."""
+        self.console.print(text, markup=False)
+
+    def step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Record step `step` (0-based); see the module's docstring for the fields."""
+        if not self.is_writer:
+            return
+        elapsed = time.perf_counter() - self._started
+        full = {"step": step, "time_s": round(elapsed, 3), **_finite(row)}
+        _append(self.folder / METRICS, full)
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in full.items() if k != "step"}, step=step)
+        self._show(step, full)
+
+    def evaluation(self, row: Mapping[str, Any]) -> None:
+        """Record an evaluation (evaluations.jsonl); `row` names its step."""
+        if not self.is_writer:
+            return
+        full = _finite(row)
+        _append(self.folder / EVALUATIONS, full)
+        if self._wandb is not None:
+            self._wandb.log({f"eval/{k}": v for k, v in full.items() if k != "step"})
+        figures = "  ".join(f"{k} {_short(v)}" for k, v in full.items() if k != "step")
+        self.note(f"evaluation after {full.get('step', '?')} steps: {figures}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The steps recorded so far, those before a resume included; on rank 0."""
+        return read_rows(self.folder / METRICS)
+
+    def resume(self, step: int) -> None:
+        """Drop what was recorded from `step` on, the next to run; evaluations after `step` steps stay."""
+        if self.is_writer:
+            _rewrite(self.folder / METRICS, [r for r in read_rows(self.folder / METRICS) if r["step"] < step])
+            path = self.folder / EVALUATIONS
+            _rewrite(path, [r for r in read_rows(path) if r.get("step", 0) <= step])
+
+    def _show(self, step: int, row: Mapping[str, Any]) -> None:
+        total = self.config.train.steps
+        parts = [
+            ("reward", row.get("reward_mean")),
+            ("acceptance length", row.get("rollout_acceptance_length")),
+            ("policy loss", row.get("policy_loss")),
+            ("draft loss", row.get("draft_loss")),
+        ]
+        figures = "  ".join(f"{name} {_short(value)}" for name, value in parts if value is not None)
+        if self._first_step is None:
+            self._first_step, self._first_time = step, row["time_s"]
+        done = step - self._first_step
+        pace = (row["time_s"] - self._first_time) / done if done else None
+        if pace is not None:
+            figures += f"  {pace:.2f} s/step"
+        if self._progress is not None:
+            if done == 0:
+                self._progress.start()
+                self._progress.start_task(self._task)
+            self._progress.update(self._task, completed=step + 1, figures=figures)
+            return
+        now = time.perf_counter()
+        if now - self._last_line < PLAIN_EVERY_S and step + 1 < total:
+            return
+        self._last_line = now
+        left = "" if pace is None else f"  {_clock(pace * (total - step - 1))} left"
+        self.note(f"step {step + 1}/{total}  {figures}{left}")
+
+
+def step_row(stats: StepStats) -> dict[str, Any]:
+    """The fields of a row that an optimization step knows."""
+    row: dict[str, Any] = {
+        "policy_loss": stats.policy_loss,
+        "policy_grad_norm": stats.policy_grad_norm,
+        "draft_loss": stats.draft_loss,
+        "draft_grad_norm": stats.draft_grad_norm,
+    }
+    row |= {f"draft_acceptance_pass_{k}": a for k, a in enumerate(stats.draft_acceptance)}
+    row |= {f"draft_top1_pass_{k}": a for k, a in enumerate(stats.draft_top1)}
+    return row | {
+        "draft_simulated_acceptance_length": stats.draft_simulated_acceptance_length,
+        "draft_skipped": stats.draft_skipped,
+        "policy_s": stats.policy_s,
+        "draft_s": stats.draft_s,
+    }
+
+
+def reduce_sums(values: Mapping[str, float], mesh: Mesh) -> dict[str, float]:
+    """Sums of local sums over dp x cp, in float64 and in one collective; every rank gets them.
+
+    All ranks must name the same values. Divide after it, never before: means of unequal
+    shares do not average to the mean of the whole.
+    """
+    names = sorted(values)
+    vector = torch.tensor([float(values[n]) for n in names], dtype=torch.float64, device=mesh.device)
+    return dict(zip(names, mesh.sum(vector).tolist(), strict=True))
+
+
+def open_run_folder(config: RunConfig) -> None:
+    """Make `output_dir` and write config.json and run.json (command, versions, commit) into it.
+
+    Raises ConfigError when the folder cannot be written, or holds a run and
+    `checkpoint.resume` is off.
+    """
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not config.checkpoint.resume and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
+            raise ConfigError(
+                "output_dir",
+                config.output_dir,
+                "holds a run already; name another folder, or continue that run with checkpoint.resume",
+            )
+        for name in (METRICS, EVALUATIONS):  # a killed run may have left half a line
+            _rewrite(folder / name, read_rows(folder / name))
+        (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        (folder / "run.json").write_text(json.dumps(run_info(), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError("output_dir", config.output_dir, f"cannot be written: {error.strerror}") from error
+
+
+def run_info() -> dict[str, Any]:
+    """What was run, with which versions, where; for run.json."""
+    versions = {"python": platform.python_version()}
+    for name in ("cospec", "torch", "torchtitan", "triton", "safetensors", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpus": os.cpu_count(),
+        "commit": _git_commit(),
+        "versions": versions,
+    }
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a jsonl file; a half-written last line is left out, no file is no rows."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with open(path, "a") as f:
+        f.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    temporary = path.with_suffix(".writing")
+    temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    temporary.replace(path)
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN: such figures become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout that cospec runs from; None for an installed package or without git."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _open_wandb(config: RunConfig) -> Any:
+    import wandb
+
+    # Without a key wandb would ask for one, or for a login page: offline makes no network call.
+    mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    return wandb.init(project="cospec", dir=config.output_dir, config=asdict(config), mode=mode)
+
+
+def _on_first_rank(is_first: bool, work: Any) -> None:
+    """Do `work` on rank 0 and raise its ConfigError on every rank, so that none waits for a dead one."""
+    error: ConfigError | None = None
+    if is_first:
+        try:
+            work()
+        except ConfigError as e:
+            error = e
+    if dist.is_initialized():
+        box = [error is None, str(error)]
+        dist.broadcast_object_list(box)
+        if not box[0] and error is None:
+            error = ConfigError.__new__(ConfigError, box[1])
+            error.args = (box[1],)
+    if error is not None:
+        raise error
