@@ -1,0 +1,1 @@
+"""Documents into packed rows, and where documents come from."""
