@@ -1,0 +1,1 @@
+"""Verifiable tasks and the policy loss of RL."""
