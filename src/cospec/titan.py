@@ -13,6 +13,7 @@ import hashlib
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,8 @@ def set_device(device: torch.device) -> None:
 if not torch.cuda.is_available():
     set_device(torch.device("cpu"))  # before the imports below: they read it once
 logging.getLogger("torchtitan").setLevel(logging.WARNING)
+# Its router asks for a float32 autocast, which the CPU has no need of.
+warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 from torchtitan.models import llama3, qwen3  # noqa: E402
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm  # noqa: E402
@@ -246,8 +249,16 @@ def _check_sizes(cfg: PolicyConfig) -> None:
         cfg.model_type,
         "qwen3, qwen3_moe or llama",
     )
+    rope = cfg.rope
+    scalings = ("none", "linear", "llama3", "yarn")
+    require(rope.scaling in scalings, "policy.rope.scaling", rope.scaling, f"must be one of {', '.join(scalings)}")
+    require(rope.theta > 0, "policy.rope.theta", rope.theta, "must be > 0")
+    require(rope.factor >= 1, "policy.rope.factor", rope.factor, "must be >= 1")
     if cfg.model_type == "qwen3_moe":
         require(cfg.num_experts >= 1, "policy.num_experts", cfg.num_experts, "must be >= 1")
+        for name in ("hidden_size", "moe_intermediate_size"):  # the grouped bfloat16 product wants 16-byte rows
+            size = getattr(cfg, name)
+            require(size % 8 == 0, f"policy.{name}", size, "must be a multiple of 8 for a mixture")
         require(
             cfg.moe_intermediate_size >= 1, "policy.moe_intermediate_size", cfg.moe_intermediate_size, "must be >= 1"
         )
