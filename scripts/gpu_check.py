@@ -1,0 +1,274 @@
+"""Everything that needs a GPU, in one command and one table.
+
+    python scripts/gpu_check.py              all checks (a few minutes)
+    python scripts/gpu_check.py --device cpu rehearse the op checks without a GPU
+
+Without a GPU it says what it could not check and exits 0. Where torchtitan is not
+installed only cospec.ops is checked. Exit code 1 when a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+
+from cospec.layout import PackedLayout  # noqa: E402
+from cospec.ops import acceptance, losses, reference, ring  # noqa: E402
+
+LENGTHS = (300, 1, 129, 64, 530)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    name = parser.parse_args().device
+    checks = dict(checks_of(name))
+    if name == "cuda" and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no CUDA device. Not checked:")
+        print("\n".join(f"  {title}" for title in checks))
+        return
+    device = torch.device(name)
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name() if name == 'cuda' else 'CPU'}")
+    failed = 0
+    for title, check in checks.items():
+        started = time.perf_counter()
+        try:
+            verdict, detail = "ok", check(device)
+        except Skip as reason:
+            verdict, detail = "not checked", str(reason)
+        except Exception as error:
+            failed += 1
+            verdict, detail = "FAILED", f"{type(error).__name__}: {error}"
+        print(f"{verdict:11}  {title:54}  {time.perf_counter() - started:6.1f} s  {detail}", flush=True)
+    print(f"{len(checks)} checks, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+class Skip(Exception):
+    """A check that this machine cannot do."""
+
+
+def checks_of(device: str) -> Iterator[tuple[str, Callable[[torch.device], str]]]:
+    """Every check by title; each returns its figures, or raises."""
+    for dtype in TOLERANCE:
+        for depth in (0, 3):
+            title = f"trunk and {depth} branches against the oracle, {_name(dtype)}"
+            yield title, lambda d, dtype=dtype, depth=depth: check_attention(d, dtype, depth)
+    for dtype in TOLERANCE:
+        yield f"draft loss against the oracle, {_name(dtype)}", lambda d, dtype=dtype: check_draft_loss(d, dtype)
+        yield f"label log-probabilities against the oracle, {_name(dtype)}", lambda d, t=dtype: check_logprobs(d, t)
+    yield "lossless rule: same decisions as on the CPU", check_lossless
+    if device == "cuda":
+        yield "time: attention, forward and backward", time_attention
+        yield "time and memory: draft loss", time_draft_loss
+        yield "pytest -m gpu", run_gpu_tests
+        yield "recipes/smoke.py on CUDA", run_smoke
+
+
+def check_attention(device: torch.device, dtype: torch.dtype, depth: int) -> str:
+    """Output and every gradient, packed documents, grouped heads."""
+    layout = PackedLayout.from_lengths(LENGTHS)
+    rows, gen = layout.num_rows, torch.Generator().manual_seed(0)
+    real = layout.valid(0).nonzero().flatten()
+
+    def leaf(heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, 64, generator=gen).to(device, dtype).requires_grad_()
+
+    q, k, v = leaf(4), leaf(2), leaf(2)
+    k_branches, v_branches = [leaf(2) for _ in range(depth)], [leaf(2) for _ in range(depth)]
+    leaves = [q, k, v, *k_branches, *v_branches]
+    grad = torch.randn(rows, 4, 64, generator=gen).to(device, dtype)
+    out = ring.trunk_branch_attention(q, ring.open_trunk(k, v, layout), k_branches, v_branches)
+    got = torch.autograd.grad(out, leaves, grad)
+
+    exact = [x.detach()[real].double().cpu().requires_grad_() for x in leaves]
+    keys, values = exact[3 : 3 + depth], exact[3 + depth :]
+    want_out, _ = reference.attention(*exact[:3], LENGTHS, keys, values)
+    want = torch.autograd.grad(want_out, exact, grad[real].double().cpu())
+    errors = [_error(a[real], b) for a, b in zip((out, *got), (want_out, *want), strict=True)]
+    return _within(max(errors), TOLERANCE[dtype])
+
+
+def check_draft_loss(device: torch.device, dtype: torch.dtype) -> str:
+    """Loss, metrics and gradients of three passes over a draft vocabulary smaller than the policy's."""
+    case = _loss_case(device, dtype, passes=3, rows=48, width=64, vocab=512, draft_vocab=200)
+    got = losses.draft_loss(**case, chunk=16)
+    leaves = [*case["hidden_KTD"], case["head_UD"]]
+    grads = torch.autograd.grad(got.loss, leaves)
+
+    exact = {name: _exact(value) for name, value in case.items()}
+    want = reference.draft_loss(**exact)
+    want_grads = torch.autograd.grad(want["loss"], [*exact["hidden_KTD"], exact["head_UD"]])
+    pairs = [(got.loss, want["loss"]), (got.alpha_sum, want["alpha_sum"]), *zip(grads, want_grads, strict=True)]
+    return _within(max(_error(a, b) for a, b in pairs), TOLERANCE[dtype])
+
+
+def check_logprobs(device: torch.device, dtype: torch.dtype) -> str:
+    gen = torch.Generator().manual_seed(0)
+    hidden = torch.randn(100, 64, generator=gen).to(device, dtype).requires_grad_()
+    head = (torch.randn(1000, 64, generator=gen) / 8).to(device, dtype).requires_grad_()
+    labels = torch.randint(1000, (100,), generator=gen).to(device)
+    got = losses.token_logprobs(hidden, head, labels, temperature=0.7, chunk=32)
+    grads = torch.autograd.grad(got.sum(), (hidden, head))
+    exact = [_exact(hidden), _exact(head)]
+    want = reference.token_logprobs(*exact, labels.cpu(), temperature=0.7)
+    want_grads = torch.autograd.grad(want.sum(), exact)
+    return _within(max(_error(a, b) for a, b in zip((got, *grads), (want, *want_grads), strict=True)), TOLERANCE[dtype])
+
+
+def check_lossless(device: torch.device) -> str:
+    gen = torch.Generator().manual_seed(0)
+    policy, draft = (torch.randn(512, 300, generator=gen).softmax(-1) for _ in range(2))
+    uniform = [torch.rand(512, generator=gen) for _ in range(3)]
+    proposed = acceptance.sample(draft, uniform[0])
+    inputs = (policy, draft, proposed, uniform[1], uniform[2])
+    on_cpu = acceptance.accept_or_resample(*inputs)
+    on_device = acceptance.accept_or_resample(*(x.to(device) for x in inputs))
+    differ = sum(int((a != b.cpu()).sum()) for a, b in zip(on_cpu, on_device, strict=True))
+    if differ:
+        raise AssertionError(f"{differ} of 1024 decisions differ")
+    return f"accepted {on_cpu[0].float().mean():.0%}"
+
+
+def time_attention(device: torch.device) -> str:
+    """A 16k row of 2k documents, 32 query and 8 key heads of 128, bfloat16, no branches and 3."""
+    layout = PackedLayout.from_lengths([2048] * 8)
+
+    def leaf(heads: int) -> torch.Tensor:
+        return torch.randn(layout.num_rows, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def work(depth: int) -> float:
+        q, k, v = leaf(32), leaf(8), leaf(8)
+        keys, values = [leaf(8) for _ in range(depth)], [leaf(8) for _ in range(depth)]
+
+        def once() -> None:
+            out = ring.trunk_branch_attention(q, ring.open_trunk(k, v, layout), keys, values)
+            out.backward(torch.ones_like(out))
+
+        return _milliseconds(once)
+
+    return f"{work(0):.2f} ms without branches, {work(3):.2f} ms with 3"
+
+
+def time_draft_loss(device: torch.device) -> str:
+    """4 passes over 8192 rows, width 2048, a vocabulary of 151936 and 32000 of it for the draft."""
+    case = _loss_case(device, torch.bfloat16, passes=4, rows=8192, width=2048, vocab=151936, draft_vocab=32000)
+
+    def once() -> None:
+        losses.draft_loss(**case, chunk=1024).loss.backward()
+
+    took = _milliseconds(once, repeats=3)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    once()
+    return f"{took:.0f} ms, {(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB above inputs and gradients"
+
+
+def run_gpu_tests(device: torch.device) -> str:
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+        raise Skip("pytest or hypothesis is not installed")
+    code, output = _run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *_gpu_test_paths()])
+    lines = output.strip().splitlines()
+    if code == 5:
+        raise Skip("no test is marked gpu")
+    if code:
+        raise AssertionError("\n" + "\n".join(lines[-40:]))
+    return lines[-1]
+
+
+def run_smoke(device: torch.device) -> str:
+    if importlib.util.find_spec("torchtitan") is None:
+        raise Skip("torchtitan is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "recipes/smoke.py", "--train.device", "cuda", "--output_dir", f"{folder}/run"]
+        code, output = _run(command)
+        if code:
+            raise AssertionError("\n" + "\n".join(output.strip().splitlines()[-40:]))
+        return f"{len((Path(folder) / 'run' / 'metrics.jsonl').read_text().splitlines())} steps"
+
+
+def _gpu_test_paths() -> list[str]:
+    """All tests, or those of cospec.ops alone where torchtitan is missing (collection would fail)."""
+    if importlib.util.find_spec("torchtitan") is not None:
+        return ["tests"]
+    return ["tests/numerics/test_kernels.py", "tests/numerics/test_losses.py", "tests/numerics/test_branch.py"]
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _loss_case(device: torch.device, dtype: torch.dtype, *, passes, rows, width, vocab, draft_vocab) -> dict:
+    gen = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=gen) * scale).to(device, dtype)
+
+    pairs = torch.stack([torch.arange(rows) - k for k in range(passes)])  # pass k's row of teacher row s is s - k
+    return {
+        "hidden_KTD": [normal(rows, width).requires_grad_() for _ in range(passes)],
+        "head_UD": normal(draft_vocab, width, scale=width**-0.5).requires_grad_(),
+        "teacher_SD": normal(rows, width),
+        "teacher_head_VD": normal(vocab, width, scale=width**-0.5),
+        "rows_KS": pairs.clamp(min=-1).to(device),
+        "coef_K": torch.tensor([0.8**k for k in range(passes)], device=device),
+        "vocab_map_U": torch.randperm(vocab, generator=gen)[:draft_vocab].sort().values.to(device),
+    }
+
+
+def _exact(value):
+    """The same numbers in float64 on the CPU, as fresh leaves."""
+    if isinstance(value, list):
+        return [_exact(v) for v in value]
+    value = value.detach().cpu()
+    return value.double().requires_grad_() if value.is_floating_point() else value
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest error relative to max(1, |reference|)."""
+    want = want.detach()
+    error = (got.detach().double().cpu() - want).abs() / want.abs().clamp(min=1)
+    return float(error.max()) if torch.isfinite(error).all() else float("inf")
+
+
+def _within(error: float, tolerance: float) -> str:
+    if not error <= tolerance:
+        raise AssertionError(f"error {error:.1e} is above {tolerance:.0e}")
+    return f"error {error:.1e} (tolerance {tolerance:.0e})"
+
+
+def _milliseconds(once: Callable[[], None], repeats: int = 7) -> float:
+    """Median of warm runs."""
+    once()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        once()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()
