@@ -181,6 +181,8 @@ class Eagle3Draft(nn.Module):
         super().__init__()
         check_eagle3(config)
         self.config = c = config
+        self.init_seed: int | None = None  # set by init_draft: an export must differ from the initial draw
+        self.kept_config: dict = {}  # keys of the config.json it came from that change nothing, for the export
         width = len(c.tap_layers) * c.target_hidden_size
         self.input_norm = RMSNorm(width, c.rms_norm_eps) if c.norm_before_fc else None
         self.fc_norm = None
@@ -232,21 +234,26 @@ class Eagle3Draft(nn.Module):
         return unroll(self, taps, batch, **options)
 
 
-def init_draft(draft: Eagle3Draft, seed: int, std: float = 0.02) -> None:
-    """Draw every parameter from a generator of its own, seeded by its name and `seed`.
+INIT_STD = 0.02
+
+
+def initial_values(name: str, shape: Sequence[int], seed: int, std: float = INIT_STD) -> Tensor:
+    """float32 CPU tensor: what the matrix `name` is initialised with, from nothing but its name and `seed`."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu") * std
+
+
+@torch.no_grad()
+def init_draft(draft: Eagle3Draft, seed: int, std: float = INIT_STD) -> None:
+    """Draw every parameter by its name and `seed`: matrices normal, norms 1, biases 0.
 
     So neither the order of the modules, nor another parameter, nor the number of ranks
-    changes a value. Matrices are normal with deviation `std`, norms 1, biases 0. To be
-    called before the draft is sharded.
+    changes a value. To be called before the draft is sharded.
     """
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std
-                parameter.copy_(values)
+    for name, parameter in draft.named_parameters():
+        if parameter.ndim > 1:
+            parameter.copy_(initial_values(name, parameter.shape, seed, std))
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    draft.init_seed = seed

@@ -1,0 +1,303 @@
+"""config.json of EAGLE-3 drafts, in and out.
+
+Three families (`Family`): `sglang` (flat, ids of tapped layers in `eagle_config`), `vllm`
+(flat, ids at top level) and `speculators` (the layer's settings nested in
+`transformer_layer_config`). The ids of sglang name a 0-based layer's output, those of the
+other two HF's `hidden_states`, which is one more; cospec holds the first kind.
+
+A key is understood, or known to change nothing in the computation and kept as it is, or
+refused by its name. `norm_output` means here what servers mean by it: the normed state
+feeds the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from cospec.config import ConfigError, Eagle3Config, require
+from cospec.hf import read_rope, rope_json
+
+Family = Literal["sglang", "vllm", "speculators"]
+IDS = "eagle_aux_hidden_state_layer_ids"
+LLAMA, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
+ARCHITECTURES = {LLAMA: False, "Eagle3LlamaForCausalLM": False, QWEN3: True}
+"""Flat architectures, and whether their layer norms query and key heads."""
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+# fmt: off
+INERT = frozenset({
+    "_name_or_path", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "max_window_layers", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+})
+"""Keys that change nothing in the computation: kept, and written back."""
+SPECULATORS = frozenset({
+    "auto_map", "base_model_ep_plan", "embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init",
+    "speculators_config", "speculators_version",
+})
+"""The same, but only in their own family: by `speculators_config` vLLM knows that family."""
+ROPE = frozenset({
+    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale",
+    "mscale_all_dim", "partial_rotary_factor",
+})
+LAYER = frozenset({
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias", "rope_theta",
+    "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "layer_types",
+})
+DRAFT = frozenset({"architectures", "draft_vocab_size", "target_hidden_size", IDS, *FLAGS})
+# fmt: on
+
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+    "partial_rotary_factor": 1.0,
+}
+"""Keys with one value that the draft follows; absent means that value."""
+
+
+def read_config(
+    raw: Mapping[str, Any],
+    *,
+    own_embedding: bool = False,
+    tap_layers: Collection[int] | None = None,
+    ignore: Collection[str] = (),
+) -> tuple[Eagle3Config, Family, dict[str, Any]]:
+    """The draft's config, the file's family, and the keys that were kept (to write back).
+
+    Args:
+        own_embedding: whether the tensors hold `embed_tokens`; the file does not say.
+        tap_layers: 0-based layers, for a file that names none (servers would guess).
+        ignore: keys to accept although they are not understood.
+
+    Raises ConfigError naming the key: not understood, missing, or two values that disagree.
+    """
+    family = _family(raw)
+    if family == "speculators":
+        layer = {k: v for k, v in raw["transformer_layer_config"].items() if k != "architectures"}
+        outer = {k: v for k, v in raw.items() if k not in ("transformer_layer_config", "speculators_model_type")}
+        kept = _keep(outer, DRAFT, ignore, INERT | SPECULATORS)
+        kept_layer = _keep(layer, LAYER, ignore)
+        kind = layer.get("model_type", "llama")
+        require(kind in ("llama", "qwen3"), "transformer_layer_config.model_type", kind, "must be llama or qwen3")
+        qk_norm = kind == "qwen3"
+    else:
+        layer, kept_layer = dict(raw), {}
+        kept = _keep(raw, DRAFT | LAYER | {"eagle_config"}, ignore)
+        qk_norm = ARCHITECTURES[raw["architectures"][0]]
+    window = _sliding_window(layer)
+    if window is None:  # settings of a window that is off change nothing
+        kept_layer |= {k: layer[k] for k in ("sliding_window", "use_sliding_window", "layer_types") if k in layer}
+    kept["transformer_layer_config"] = kept_layer
+    hidden, heads = _needed(layer, "hidden_size"), _needed(layer, "num_attention_heads")
+    vocab = _needed(layer, "vocab_size")
+    config = Eagle3Config(
+        hidden_size=hidden,
+        target_hidden_size=raw.get("target_hidden_size") or hidden,
+        intermediate_size=_needed(layer, "intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=layer.get("num_key_value_heads") or heads,
+        head_dim=layer.get("head_dim") or hidden // heads,
+        vocab_size=vocab,
+        draft_vocab_size=raw.get("draft_vocab_size") or vocab,
+        tap_layers=_tap_layers(raw, tap_layers),
+        rms_norm_eps=_needed(layer, "rms_norm_eps"),
+        max_position_embeddings=_needed(layer, "max_position_embeddings"),
+        rope=_read_rope(layer),
+        qk_norm=qk_norm,
+        attention_bias=bool(layer.get("attention_bias", False)),
+        sliding_window=window,
+        own_embedding=own_embedding,
+        **{name: bool(raw.get(name) or False) for name in FLAGS},
+    )
+    return config, family, kept
+
+
+def config_json(
+    c: Eagle3Config, family: Family, *, kept: Mapping[str, Any] | None = None, verifier: str | None = None
+) -> dict[str, Any]:
+    """What config.json says of a draft; `read_config` gives the same config back.
+
+    Args:
+        kept: inert keys to carry along, from `read_config`.
+        verifier: name or path of the policy, for the speculators family.
+
+    Raises ConfigError when the family has no place for a flag.
+    """
+    require(family in ("sglang", "vllm", "speculators"), "family", family, "must be sglang, vllm or speculators")
+    require(not (c.qk_norm and family == "sglang"), "draft.qk_norm", True, "SGLang's EAGLE-3 layer has no q/k norms")
+    kept = dict(kept or {})
+    nested = dict(kept.pop("transformer_layer_config", {}))
+    if family != "speculators":
+        kept = {name: value for name, value in kept.items() if name not in SPECULATORS}
+    layer: dict[str, Any] = {
+        "model_type": "qwen3" if c.qk_norm else "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size,
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_position_embeddings,
+        "attention_bias": c.attention_bias,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **rope_json(c.rope),
+    }
+    if c.sliding_window is not None:
+        layer |= {
+            "sliding_window": c.sliding_window,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention"],
+        }
+    draft: dict[str, Any] = {
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": c.target_hidden_size,
+        **{name: getattr(c, name) for name in FLAGS},
+    }
+    own, hf_ids = list(c.tap_layers), [i + 1 for i in c.tap_layers]
+    if family == "sglang":
+        ids = {"eagle_config": {IDS: own, "use_aux_hidden_state": True}}
+        return {**kept, **nested, "architectures": [LLAMA], **layer, **draft, **ids}
+    if family == "vllm":
+        return {**kept, **nested, "architectures": [QWEN3 if c.qk_norm else LLAMA], **layer, **draft, IDS: hf_ids}
+    kept.setdefault(
+        "speculators_config",
+        {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+    )
+    return {
+        **kept,
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **draft,
+        IDS: hf_ids,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {**nested, **layer},
+    }
+
+
+def _family(raw: Mapping[str, Any]) -> Family:
+    if "speculators_model_type" in raw:
+        kind = raw["speculators_model_type"]
+        require(kind == "eagle3", "speculators_model_type", kind, "only eagle3 is supported")
+        require(
+            isinstance(raw.get("transformer_layer_config"), Mapping),
+            "transformer_layer_config",
+            raw.get("transformer_layer_config"),
+            "must hold the settings of the layer",
+        )
+        return "speculators"
+    names = raw.get("architectures") or [None]
+    require(
+        len(names) == 1 and names[0] in ARCHITECTURES,
+        "architectures",
+        raw.get("architectures"),
+        f"must be one of {', '.join(ARCHITECTURES)}, or a speculators file",
+    )
+    return "vllm" if IDS in raw else "sglang"
+
+
+def _keep(
+    raw: Mapping[str, Any],
+    understood: Collection[str],
+    ignore: Collection[str],
+    inert: Collection[str] = INERT,
+) -> dict[str, Any]:
+    """The inert keys; raises for a key that is neither understood, inert, fixed nor ignored."""
+    kept = {}
+    for name, value in raw.items():
+        if name in FIXED:
+            require(value is None or value == FIXED[name], name, value, f"only {FIXED[name]!r} is supported")
+        elif name in inert or name in ignore:
+            kept[name] = value
+        else:
+            require(name in understood, name, value, "is not understood; it may change what the draft computes")
+    return kept
+
+
+def _needed(layer: Mapping[str, Any], name: str) -> Any:
+    require(layer.get(name) is not None, name, layer.get(name), "must be in config.json")
+    return layer[name]
+
+
+def _tap_layers(raw: Mapping[str, Any], given: Collection[int] | None) -> tuple[int, ...]:
+    named: list[tuple[str, tuple[int, ...]]] = []
+    eagle = raw.get("eagle_config") or {}
+    for name in eagle:
+        require(
+            name in (IDS, "use_aux_hidden_state"),
+            f"eagle_config.{name}",
+            eagle[name],
+            "is not understood; it may change what the draft computes",
+        )
+    require(
+        eagle.get("use_aux_hidden_state", True) is True,
+        "eagle_config.use_aux_hidden_state",
+        eagle.get("use_aux_hidden_state"),
+        "must be true: an EAGLE-3 draft reads hidden states of the policy",
+    )
+    if eagle.get(IDS):
+        named.append((f"eagle_config.{IDS}", tuple(eagle[IDS])))
+    if raw.get(IDS):
+        named.append((f"{IDS} less one", tuple(i - 1 for i in raw[IDS])))
+    if given is not None:
+        named.append(("tap_layers", tuple(given)))
+    require(bool(named), IDS, None, "the file names no tapped layers and servers guess them: give tap_layers")
+    for name, layers in named:
+        require(layers == named[0][1], name, layers, f"disagrees with {named[0][0]}={named[0][1]}")
+    layers = named[0][1]
+    require(
+        min(layers) >= 0,
+        named[0][0],
+        layers,
+        "names the embedding or nothing: 0-based layers of the policy are expected",
+    )
+    return layers
+
+
+def _sliding_window(layer: Mapping[str, Any]) -> int | None:
+    window, kinds = layer.get("sliding_window"), layer.get("layer_types")
+    if kinds is not None:
+        require(
+            len(kinds) == 1 and kinds[0] in ("full_attention", "sliding_attention"),
+            "layer_types",
+            kinds,
+            "must say full_attention or sliding_attention for the one layer",
+        )
+        slides = kinds[0] == "sliding_attention"
+        require(not slides or isinstance(window, int), "sliding_window", window, "layer_types asks for a window size")
+        return window if slides else None
+    if window is None:
+        return None
+    switch = layer.get("use_sliding_window")
+    require(
+        isinstance(switch, bool),
+        "sliding_window",
+        window,
+        "say use_sliding_window or layer_types: readers disagree on a window without them",
+    )
+    return window if switch else None
+
+
+def _read_rope(layer: Mapping[str, Any]):
+    for schema in ("rope_scaling", "rope_parameters"):
+        for name, value in (layer.get(schema) or {}).items():
+            require(name in ROPE, f"{schema}.{name}", value, "is not understood")
+    old, new = layer.get("rope_scaling") or {}, layer.get("rope_parameters") or {}
+    pairs = [("rope_theta", layer.get("rope_theta"), new.get("rope_theta"))]
+    pairs += [(f"rope_scaling.{name}", old[name], new[name]) for name in old if name in new]
+    for name, a, b in pairs:
+        if a is not None and b is not None and a != b:
+            raise ConfigError(name, a, f"disagrees with rope_parameters, which says {b!r}")
+    return read_rope(layer)
