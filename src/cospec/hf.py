@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def policy_json(cfg: PolicyConfig) -> dict[str, Any]:
     return raw
 
 
-class TensorFolder:
+class TensorFolder(Mapping[str, Tensor]):
     """Tensors of a folder's *.safetensors, each read when asked for.
 
     Raises ValueError naming the file when there are none, one is missing or unreadable.
@@ -190,14 +190,14 @@ class TensorFolder:
             for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                 self._file_of[key] = file
 
-    def keys(self) -> set[str]:
-        return set(self._file_of)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._file_of[key].get_slice(key).get_shape())
+    def __len__(self) -> int:
+        return len(self._file_of)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._file_of
+    def __contains__(self, key: object) -> bool:
+        return key in self._file_of  # the inherited one would read the tensor
 
     def __getitem__(self, key: str) -> Tensor:
         return self._file_of[key].get_tensor(key)

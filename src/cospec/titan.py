@@ -109,30 +109,34 @@ class PackedAttention(Module):
 class PolicyCosSinRoPE(CosSinRoPE):
     """Rotate-half RoPE with every scaling of `RopeConfig` (torchtitan's lacks some)."""
 
+    config: PolicyCosSinRoPE.Config
+
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         settings: RopeConfig
 
     def _precompute_cache(self) -> Tensor:
-        angles, factor = _rope_angles(self.config)
+        angles, factor = _rope_angles(self.config, self.config.settings)
         return torch.cat([angles.cos(), angles.cos(), angles.sin(), angles.sin()], dim=-1) * factor
 
 
 class PolicyComplexRoPE(ComplexRoPE):
     """Adjacent-pair RoPE with every scaling of `RopeConfig`."""
 
+    config: PolicyComplexRoPE.Config
+
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
         settings: RopeConfig
 
     def _precompute_cache(self) -> Tensor:
-        angles, factor = _rope_angles(self.config)
+        angles, factor = _rope_angles(self.config, self.config.settings)
         return torch.complex(angles.cos() * factor, angles.sin() * factor)
 
 
-def _rope_angles(config: PolicyCosSinRoPE.Config | PolicyComplexRoPE.Config) -> tuple[Tensor, float]:
+def _rope_angles(config: RoPE.Config, settings: RopeConfig) -> tuple[Tensor, float]:
     """Angles [max_seq_len, dim / 2] on the default device, and the factor of cos and sin."""
-    inv_freq, factor = hf.rope_frequencies(config.settings, config.dim)
+    inv_freq, factor = hf.rope_frequencies(settings, config.dim)
     positions = torch.arange(config.max_seq_len, dtype=torch.float32)
     return torch.outer(positions, inv_freq.to(positions.device)), factor
 
@@ -167,7 +171,7 @@ def build_config(cfg: PolicyConfig) -> DecoderConfig:
     rope = rope_class.Config(
         dim=cfg.head_dim, max_seq_len=cfg.max_position_embeddings, theta=cfg.rope.theta, settings=cfg.rope
     )
-    layers = []
+    layers: list[Any] = []
     for layer_id in range(cfg.num_hidden_layers):
         parts: dict[str, Any] = {
             "attention_norm": norm(dim),
@@ -358,6 +362,31 @@ def materialise(model: Decoder, device: torch.device) -> None:
             module._init_self_buffers(buffer_device=device)
 
 
+def cut_stage(model: Decoder, stage: int, num_stages: int) -> None:
+    """Keep one pipeline stage of a model built by `build_meta`: an even share of the layers.
+
+    The first stage keeps the token embeddings, the last the final norm and the head; names
+    of parameters stay those of the whole model. Raises ConfigError when there are fewer
+    layers than stages, or when embeddings and head are one tensor that two stages would need.
+    """
+    require(0 <= stage < num_stages, "stage", stage, f"must be in 0..{num_stages - 1}")
+    if num_stages == 1:
+        return
+    count = len(model.layers)
+    require(count >= num_stages, "policy.num_hidden_layers", count, f"must be >= the {num_stages} pipeline stages")
+    rule = "must be false with pipeline stages: embeddings and head are on different ranks"
+    require(not model.enable_weight_tying, "policy.tie_word_embeddings", True, rule)
+    first, end = stage * count // num_stages, (stage + 1) * count // num_stages
+    for i in range(count):
+        if not first <= i < end:
+            del model.layers[str(i)]
+    if stage > 0:
+        model.tok_embeddings = None
+    if stage < num_stages - 1:
+        model.norm = None
+        model.lm_head = None
+
+
 def skip_lm_head(model: Decoder, skip: bool = True) -> None:
     """Make the model return its normed final hidden state: losses apply the head in chunks."""
     model._skip_lm_head = skip
@@ -369,9 +398,11 @@ def head_weight(model: Decoder) -> Tensor:
     Under FSDP this is the unsharded parameter between the root's forward and its backward
     (gradients flow); at other times a detached gathered copy, a collective call.
     """
+    if model.lm_head is None:
+        raise ValueError("this pipeline stage has no head: the last one has")
     weight = model.lm_head.weight
     if isinstance(weight, DTensor):
-        return weight.detach().full_tensor().to(getattr(model, "compute_dtype", weight.dtype))
+        return weight.full_tensor().detach().to(getattr(model, "compute_dtype", weight.dtype))
     return weight
 
 
@@ -499,8 +530,9 @@ def hf_adapter(config: DecoderConfig) -> Qwen3StateDictAdapter | Llama3StateDict
     """torchtitan's translation of state dicts (`to_hf`, `from_hf`), one tensor at a time; see `policy.weights`."""
     policy_config(config)  # refuses other families
     # Untied: the adapters then treat each tensor by itself, and the shared one is ours to place.
-    config = dataclasses.replace(config, enable_weight_tying=False)
-    return (Llama3StateDictAdapter if isinstance(config, Llama3Model.Config) else Qwen3StateDictAdapter)(config, None)
+    untied: Any = dataclasses.replace(config, enable_weight_tying=False)
+    adapter = Llama3StateDictAdapter if isinstance(config, Llama3Model.Config) else Qwen3StateDictAdapter
+    return adapter(untied, None)
 
 
 def plain_name(name: str) -> str:

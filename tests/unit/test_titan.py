@@ -12,6 +12,7 @@ from torchtitan.models import llama3, qwen3
 from cospec import hf, titan
 from cospec.config import ConfigError, PolicyConfig, RopeConfig
 from cospec.policy.build import build_policy, full_state
+from cospec.policy.weights import save_hf
 from support.dense_context import DenseCausal
 
 SMALL = {
@@ -170,19 +171,29 @@ def test_initial_values_depend_on_name_and_seed_only():
     assert not torch.equal(whole[names[0]], whole[names[1]])
 
 
-def test_a_part_of_a_model_gets_the_values_of_the_whole():
-    """Pipeline stages hold some modules only."""
-    config = titan.build_config(small())
-    whole = titan.build_model(config, device="cpu")
-    titan.init_parameters(whole, 1)
-    part = titan.build_model(config, device="cpu")
-    part.tok_embeddings = None
-    del part.layers["0"]
-    titan.init_parameters(part, 1)
-    state = whole.state_dict()
-    assert part.state_dict()
-    for name, value in part.state_dict().items():
-        assert torch.equal(value, state[name]), name
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_pipeline_stages_in_a_row_are_the_whole_policy(num_stages, tmp_path):
+    """Each stage draws, or reads from a folder, the values that the whole policy has there."""
+    cfg = small(num_hidden_layers=4)
+    whole = build_policy(cfg, seed=1)
+    state = full_state(whole)
+    save_hf(whole.config, state, tmp_path / "hf")
+    for source in (cfg, PolicyConfig(hf_path=str(tmp_path / "hf"))):
+        stages = [build_policy(source, seed=1, stage=i, num_stages=num_stages) for i in range(num_stages)]
+        names = [name for part in stages for name in part.state_dict()]
+        assert sorted(names) == sorted(state)
+        assert all(torch.equal(v, state[n]) for part in stages for n, v in part.state_dict().items())
+        x = TOKENS
+        for part in stages:
+            x = run(part, x, torch.arange(12)[None])
+        assert torch.equal(x, run(whole))
+    if num_stages > 1:
+        with pytest.raises(ValueError, match="no head"):
+            titan.head_weight(stages[0])
+        with pytest.raises(ConfigError, match=r"policy\.tie_word_embeddings"):
+            build_policy(small(tie_word_embeddings=True), num_stages=num_stages)
+        with pytest.raises(ConfigError, match=r"policy\.num_hidden_layers=1"):
+            build_policy(small(num_hidden_layers=1), num_stages=num_stages)
 
 
 def test_initialisation_keeps_the_global_generator():

@@ -23,6 +23,8 @@ def build_policy(
     seed: int = 0,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
+    stage: int = 0,
+    num_stages: int = 1,
 ) -> nn.Module:
     """The policy with its weights: read from `cfg.hf_path`, else drawn by name and seed.
 
@@ -36,8 +38,13 @@ def build_policy(
     makes parameters float64 too). bfloat16 always goes through FSDP2's mixed precision,
     on a single process over a mesh of one rank, for which a process group is started.
 
+    A forward leaves the root group gathered: run none between a backward and the
+    optimizer's step, or the next forward still uses the old embeddings and head.
+
     Args:
         cfg: settings, or a torchtitan decoder spec of your own (see `titan.with_packed_attention`).
+        stage, num_stages: which pipeline stage to build (see `titan.cut_stage`); it has the
+            values that the whole policy has there.
 
     Raises ConfigError for sizes that do not fit.
     """
@@ -45,11 +52,12 @@ def build_policy(
     spec = titan.build_config(cfg) if isinstance(cfg, PolicyConfig) else titan.with_packed_attention(cfg)
     storage = torch.float64 if dtype == torch.float64 else torch.float32
     model = titan.build_meta(spec, dtype=storage)
+    titan.cut_stage(model, stage, num_stages)
     fsdp_mesh = mesh.fsdp_mesh if mesh is not None else None
     if fsdp_mesh is None and dtype != storage:
         fsdp_mesh = _mesh_of_one(device)
     if fsdp_mesh is not None:
-        shard(model, fsdp_mesh, dtype)
+        shard(model, fsdp_mesh, dtype, reshard_after_forward=num_stages == 1)
     titan.materialise(model, device)
     model.compute_dtype = dtype
     if isinstance(cfg, PolicyConfig) and cfg.hf_path is not None:
@@ -59,11 +67,15 @@ def build_policy(
     return model
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Apply FSDP2 in place: each entry of `model.layers`, then the rest as the root group."""
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool = True) -> None:
+    """Apply FSDP2 in place: each entry of `model.layers`, then the rest as the root group.
+
+    reshard_after_forward: False keeps blocks gathered until backward, which saves a pipeline
+    one gather per microbatch.
+    """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     for block in model.layers.values():
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -70,7 +70,7 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
     known = {key for keys in layout.values() for key in keys}
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     wanted = {key for name in parameters for key in layout[name]}
-    _check_names(str(folder), files.keys(), wanted=wanted, known=known | _ignored(config, files))
+    _check_names(str(folder), set(files), wanted=wanted, known=known | _ignored(config, files))
     for name, parameter in parameters.items():
         assign(parameter, _read(adapter, name, layout[name], files))
 
