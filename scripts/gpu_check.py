@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
@@ -97,7 +98,7 @@ def check_attention(device: torch.device, dtype: torch.dtype, depth: int) -> str
 
     exact = [x.detach()[real].double().cpu().requires_grad_() for x in leaves]
     keys, values = exact[3 : 3 + depth], exact[3 + depth :]
-    want_out, _ = reference.attention(*exact[:3], LENGTHS, keys, values)
+    want_out, _ = reference.attention(exact[0], exact[1], exact[2], LENGTHS, keys, values)
     want = torch.autograd.grad(want_out, exact, grad[real].double().cpu())
     errors = [_error(a[real], b) for a, b in zip((out, *got), (want_out, *want), strict=True)]
     return _within(max(errors), TOLERANCE[dtype])
@@ -125,7 +126,7 @@ def check_logprobs(device: torch.device, dtype: torch.dtype) -> str:
     got = losses.token_logprobs(hidden, head, labels, temperature=0.7, chunk=32)
     grads = torch.autograd.grad(got.sum(), (hidden, head))
     exact = [_exact(hidden), _exact(head)]
-    want = reference.token_logprobs(*exact, labels.cpu(), temperature=0.7)
+    want = reference.token_logprobs(exact[0], exact[1], labels.cpu(), temperature=0.7)
     want_grads = torch.autograd.grad(want.sum(), exact)
     return _within(max(_error(a, b) for a, b in zip((got, *grads), (want, *want_grads), strict=True)), TOLERANCE[dtype])
 
@@ -214,7 +215,7 @@ def _run(command: list[str]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def _loss_case(device: torch.device, dtype: torch.dtype, *, passes, rows, width, vocab, draft_vocab) -> dict:
+def _loss_case(device: torch.device, dtype: torch.dtype, *, passes, rows, width, vocab, draft_vocab) -> dict[str, Any]:
     gen = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -232,7 +233,7 @@ def _loss_case(device: torch.device, dtype: torch.dtype, *, passes, rows, width,
     }
 
 
-def _exact(value):
+def _exact(value: Any) -> Any:
     """The same numbers in float64 on the CPU, as fresh leaves."""
     if isinstance(value, list):
         return [_exact(v) for v in value]

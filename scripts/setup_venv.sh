@@ -34,5 +34,3 @@ install_torch() {
 }
 
 ensure_venv
-# One thread a process: the tests and the small models gain nothing from more.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import time
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_an_unwritable_folder_is_named(tmp_path):
 
 def test_without_a_terminal_plain_lines_appear_at_intervals_and_at_the_end(tmp_path, capsys, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     with MetricsLog(_config(tmp_path, steps=20)) as log:
         for step in range(20):
             clock[0] += 1.0
@@ -106,6 +107,33 @@ def test_without_a_terminal_plain_lines_appear_at_intervals_and_at_the_end(tmp_p
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/20", "6/20", "11/20", "16/20", "20/20"]
     assert "reward 0.500  acceptance length 2.000  1.00 s/step  0:00:14 left" in lines[1]
+
+
+def test_a_phase_is_shown_and_not_recorded(tmp_path, capsys):
+    with MetricsLog(_config(tmp_path)) as log:
+        for step in range(3):
+            log.phase("warm start", step, 3, policy_loss=0.5, length=float("nan"))
+        log.step(0, {"policy_loss": 1.0})
+        assert [r["step"] for r in log.rows()] == [0]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["warm start 1/3", "warm start 3/3", "step 1/4"]
+    assert "policy loss 0.500" in lines[0]
+
+
+def test_a_terminal_gets_a_bar(tmp_path):
+    import io
+
+    from rich.console import Console
+
+    with MetricsLog(_config(tmp_path)) as log:
+        log.console = log.progress.console = Console(file=io.StringIO(), force_terminal=True, width=150)
+        log.step(0, {"policy_loss": 1.0, "reward_mean": 0.25})
+        log.note("between")
+        log.step(1, {"policy_loss": 1.0, "reward_mean": 0.5})
+    text = log.console.file.getvalue()
+    assert "2/4" in text
+    assert "reward 0.500" in text
+    assert "between" in text
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):

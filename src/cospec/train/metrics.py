@@ -30,15 +30,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cospec.config import ConfigError, RunConfig
 from cospec.mesh import Mesh
 from cospec.records import StepStats
+from cospec.train.console import Progress, short
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
-PLAIN_EVERY_S = 5.0
 
 
 class MetricsLog:
@@ -59,30 +58,17 @@ class MetricsLog:
         self.is_writer = rank == 0
         self.console = Console(quiet=not self.is_writer, highlight=False, soft_wrap=True)
         self._started = time.perf_counter()
-        self._last_line = -math.inf
-        self._first_step: int | None = None
+        self.progress = Progress(self.console)
         self._wandb: Any = None
-        self._progress: Progress | None = None
-        _on_first_rank(self.is_writer, lambda: open_run_folder(config))
+        _open_on_first_rank(config, self.is_writer)
 
     def __enter__(self) -> MetricsLog:
         if self.is_writer and self.config.wandb:
             self._wandb = _open_wandb(self.config)
-        if self.is_writer and self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = self._progress.add_task("steps", total=self.config.train.steps, figures="", start=False)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self.progress.stop()
         if self._wandb is not None:
             self._wandb.finish(exit_code=0 if exc[0] is None else 1)
 
@@ -99,7 +85,18 @@ class MetricsLog:
         _append(self.folder / METRICS, full)
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in full.items() if k != "step"}, step=step)
-        self._show(step, full)
+        parts = {
+            "reward": full.get("reward_mean"),
+            "acceptance length": full.get("rollout_acceptance_length"),
+            "policy loss": full.get("policy_loss"),
+            "draft loss": full.get("draft_loss"),
+        }
+        self.progress.update("step", step, self.config.train.steps, parts)
+
+    def phase(self, name: str, step: int, total: int, **figures: Any) -> None:
+        """Show the progress of work before the run proper, a warm start; nothing is recorded."""
+        if self.is_writer:
+            self.progress.update(name, step, total, {k.replace("_", " "): v for k, v in _finite(figures).items()})
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
         """Record an evaluation (evaluations.jsonl); `row` names its step."""
@@ -109,7 +106,7 @@ class MetricsLog:
         _append(self.folder / EVALUATIONS, full)
         if self._wandb is not None:
             self._wandb.log({f"eval/{k}": v for k, v in full.items() if k != "step"})
-        figures = "  ".join(f"{k} {_short(v)}" for k, v in full.items() if k != "step")
+        figures = "  ".join(f"{k} {short(v)}" for k, v in full.items() if k != "step")
         self.note(f"evaluation after {full.get('step', '?')} steps: {figures}")
 
     def rows(self) -> list[dict[str, Any]]:
@@ -122,34 +119,6 @@ class MetricsLog:
             _rewrite(self.folder / METRICS, [r for r in read_rows(self.folder / METRICS) if r["step"] < step])
             path = self.folder / EVALUATIONS
             _rewrite(path, [r for r in read_rows(path) if r.get("step", 0) <= step])
-
-    def _show(self, step: int, row: Mapping[str, Any]) -> None:
-        total = self.config.train.steps
-        parts = [
-            ("reward", row.get("reward_mean")),
-            ("acceptance length", row.get("rollout_acceptance_length")),
-            ("policy loss", row.get("policy_loss")),
-            ("draft loss", row.get("draft_loss")),
-        ]
-        figures = "  ".join(f"{name} {_short(value)}" for name, value in parts if value is not None)
-        if self._first_step is None:
-            self._first_step, self._first_time = step, row["time_s"]
-        done = step - self._first_step
-        pace = (row["time_s"] - self._first_time) / done if done else None
-        if pace is not None:
-            figures += f"  {pace:.2f} s/step"
-        if self._progress is not None:
-            if done == 0:
-                self._progress.start()
-                self._progress.start_task(self._task)
-            self._progress.update(self._task, completed=step + 1, figures=figures)
-            return
-        now = time.perf_counter()
-        if now - self._last_line < PLAIN_EVERY_S and step + 1 < total:
-            return
-        self._last_line = now
-        left = "" if pace is None else f"  {_clock(pace * (total - step - 1))} left"
-        self.note(f"step {step + 1}/{total}  {figures}{left}")
 
 
 def step_row(stats: StepStats) -> dict[str, Any]:
@@ -252,15 +221,6 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def _short(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-
-
 def _git_commit() -> str | None:
     """Commit of the checkout that cospec runs from; None for an installed package or without git."""
     here = Path(__file__).parent
@@ -279,19 +239,18 @@ def _open_wandb(config: RunConfig) -> Any:
     return wandb.init(project="cospec", dir=config.output_dir, config=asdict(config), mode=mode)
 
 
-def _on_first_rank(is_first: bool, work: Any) -> None:
-    """Do `work` on rank 0 and raise its ConfigError on every rank, so that none waits for a dead one."""
+def _open_on_first_rank(config: RunConfig, is_first: bool) -> None:
+    """`open_run_folder` on rank 0; its refusal is raised on every rank, so that none waits for a dead one."""
     error: ConfigError | None = None
     if is_first:
         try:
-            work()
-        except ConfigError as e:
-            error = e
+            open_run_folder(config)
+        except ConfigError as refusal:
+            error = refusal
     if dist.is_initialized():
-        box = [error is None, str(error)]
-        dist.broadcast_object_list(box)
-        if not box[0] and error is None:
-            error = ConfigError.__new__(ConfigError, box[1])
-            error.args = (box[1],)
+        refused = [error is not None]
+        dist.broadcast_object_list(refused)
+        if refused[0] and error is None:
+            error = ConfigError("output_dir", config.output_dir, "rank 0 cannot use it")
     if error is not None:
         raise error

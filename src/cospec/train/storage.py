@@ -78,7 +78,9 @@ class SafetensorsWriter(StorageWriter):
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(f"{item.index.fqn} is not a tensor; only tensors are saved")
-            tensor = planner.resolve_data(item).detach().cpu().contiguous()
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, torch.Tensor)
+            tensor = tensor.detach().cpu().contiguous()
             if tensor.untyped_storage().data_ptr() in storages:  # safetensors refuses shared storage
                 tensor = tensor.clone()
             storages.add(tensor.untyped_storage().data_ptr())
