@@ -176,7 +176,7 @@ class CountBits:
         epoch, offset = divmod(index, len(numbers))
         return self._prompt(numbers[self._order(epoch)[offset]])
 
-    @lru_cache(maxsize=8)  # noqa: B019: frozen, and a run has one
+    @lru_cache(maxsize=8)  # noqa: B019
     def _order(self, epoch: int) -> list[int]:
         order = list(range(len(self._pools[0])))
         self._rng("epoch", epoch).shuffle(order)
