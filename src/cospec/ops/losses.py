@@ -267,7 +267,7 @@ class _DraftLoss(torch.autograd.Function):
 
         wants_hidden = grad_enabled and any(ctx.needs_input_grad[-num_passes:])
         wants_head = grad_enabled and ctx.needs_input_grad[-num_passes - 1]
-        grad_hidden = [torch.zeros_like(h) for h in hidden_KTD] if wants_hidden else None
+        grad_hidden = [torch.zeros_like(h) for h in hidden_KTD] if wants_hidden else []
         grad_head_UD = torch.zeros(vocab_U, dim, dtype=dtype, device=device) if wants_head else None
 
         loss_KT = torch.zeros(num_passes, rows_T, dtype=dtype, device=device)
@@ -291,7 +291,7 @@ class _DraftLoss(torch.autograd.Function):
             if not whole_U:  # then not whole_V either: no teacher logits are lost here
                 stats_K = [_sweep(h, head_UD, size_U, logits, scratch, None) for h in hidden_KCD]
             cells_KC = logits.new_zeros(3, num_passes, num_rows)  # loss, alpha, top1
-            grad_KCD = [logits.new_zeros(num_rows, dim) for _ in hidden_KCD] if wants_hidden else None
+            grad_KCD = [logits.new_zeros(num_rows, dim) for _ in grad_hidden]
 
             for tile in _tiles(vocab_U, size_U):
                 width = tile.stop - tile.start
@@ -333,9 +333,9 @@ class _DraftLoss(torch.autograd.Function):
                         draft_CW.sub_(scratch_CW).mul_(weight_C1 * (mass_C1 > 0))
                     else:
                         draft_CW.mul_(mass_C1).sub_(policy_CW).mul_(weight_C1)
-                    if wants_hidden:
+                    if grad_KCD:
                         _add_product(grad_KCD[k], draft_CW, head_UD[tile])
-                    if wants_head:
+                    if grad_head_UD is not None:
                         _add_product(grad_head_UD[tile], draft_CW.T, hidden_CD)
 
             if renormalise:
@@ -347,7 +347,7 @@ class _DraftLoss(torch.autograd.Function):
                 alpha_KT[k].index_add_(0, index_C, cells_KC[1, k])
                 top1_KT[k].index_add_(0, index_C, cells_KC[2, k])
                 counted_KT[k].index_add_(0, index_C, counts_KC[k])
-                if wants_hidden:
+                if grad_hidden:
                     grad_hidden[k].index_add_(0, index_C, grad_KCD[k].to(hidden_KTD[k].dtype))
 
         loss_sum_K = loss_KT.double().sum(1)
@@ -375,11 +375,9 @@ class _DraftLoss(torch.autograd.Function):
         ctx.grads = None  # scaled in place: no second copy of the head's gradient
         if grad_head_UD is not None:
             grad_head_UD = grad_head_UD.mul_(grad_loss).to(ctx.head_dtype)
-        if grad_hidden is None:
-            grad_hidden = [None] * (len(ctx.needs_input_grad) - 9)
-        else:
-            grad_hidden = [g.mul_(grad_loss) for g in grad_hidden]
-        return (*[None] * 8, grad_head_UD, *grad_hidden)
+        num_passes = len(ctx.needs_input_grad) - 9
+        grads = [g.mul_(grad_loss) for g in grad_hidden] or [None] * num_passes
+        return (*[None] * 8, grad_head_UD, *grads)
 
 
 def _teacher_tile(
@@ -444,11 +442,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits_CW.mul_(-grad_C1)
                 inside_C1, local_C1 = _inside(labels_C1, tile)
                 logits_CW.scatter_add_(1, local_C1, grad_C1 * inside_C1)
-                if wants_hidden:
+                if grad_hidden_TD is not None:
                     _add_product(grad_CD, logits_CW, head_VD[tile])
-                if wants_head:
+                if grad_head_VD is not None:
                     _add_product(grad_head_VD[tile], logits_CW.T, x_CD)
-            if wants_hidden:
+            if grad_hidden_TD is not None:
                 grad_hidden_TD[part] = grad_CD
         if grad_head_VD is not None:
             grad_head_VD = grad_head_VD.to(head_VD.dtype)

@@ -58,9 +58,14 @@ class Task(Protocol):
 
     tokenizer: CharTokenizer
     stop_token_id: int
-    max_prompt_tokens: int
-    max_response_tokens: int
-    """Longest response that a demonstration shows, stop token included."""
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response that a demonstration shows, stop token included."""
+        ...
 
     def demonstration(self, index: int) -> Document: ...
 
@@ -124,7 +129,7 @@ class CountBits:
     def max_prompt_tokens(self) -> int:
         return len(f"{self.max_n}?")
 
-    @cached_property
+    @property
     def max_response_tokens(self) -> int:
         steps = [f"{self._fillers[0]}{self.max_n >> i}:{i + 1} " for i in range(self.max_n.bit_length())]
         return sum(map(len, steps)) + len("#") + len(str(len(steps)))  # the last space is the stop token's
