@@ -196,7 +196,7 @@ class _Running:
         rescale_C1 = (self.peak_C1 - peak_C1).exp_()
         torch.sub(logits_CW, peak_C1, out=scratch_CW).exp_()
         self.sum_C1 = self.sum_C1 * rescale_C1 + scratch_CW.sum(1, keepdim=True)
-        if self.subset_C is not None:
+        if self.subset_C is not None and in_subset_W is not None:
             self.subset_C = self.subset_C * rescale_C1.squeeze(1) + scratch_CW @ in_subset_W
         self.peak_C1 = peak_C1
 
