@@ -103,12 +103,16 @@ def derive_config(policy_config, draft_cfg: DraftConfig) -> Eagle3Config:
     attention = next(layer.attention for layer in policy_config.layers if getattr(layer, "attention", None) is not None)
     ffn = next((f for layer in policy_config.layers if (f := getattr(layer, "feed_forward", None)) is not None), None)
     dim = policy_config.dim
-    heads = draft_cfg.num_attention_heads or attention.n_heads
-    hidden = draft_cfg.hidden_size or dim
+
+    def chosen(name: str, *defaults: int | None) -> int:
+        return next(v for v in (getattr(draft_cfg, name), *defaults) if v is not None)
+
+    heads = chosen("num_attention_heads", attention.n_heads)
+    hidden = chosen("hidden_size", dim)
     # A mixture has no dense width to copy; four times the hidden size is what public drafts take.
-    intermediate = draft_cfg.intermediate_size or (ffn.w1.out_features if ffn is not None else 4 * dim)
-    kv_heads = draft_cfg.num_key_value_heads or getattr(attention, "n_kv_heads", None) or heads
-    head_dim = draft_cfg.head_dim or getattr(attention, "head_dim", None) or hidden // heads
+    intermediate = chosen("intermediate_size", ffn.w1.out_features if ffn is not None else 4 * dim)
+    kv_heads = chosen("num_key_value_heads", getattr(attention, "n_kv_heads", None), heads)
+    head_dim = chosen("head_dim", getattr(attention, "head_dim", None), hidden // max(heads, 1))
     taps = draft_cfg.tap_layers
     return Eagle3Config(
         hidden_size=hidden,
@@ -118,7 +122,7 @@ def derive_config(policy_config, draft_cfg: DraftConfig) -> Eagle3Config:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=policy_config.vocab_size,
-        draft_vocab_size=draft_cfg.draft_vocab_size or policy_config.vocab_size,
+        draft_vocab_size=chosen("draft_vocab_size", policy_config.vocab_size),
         tap_layers=tuple(taps) if taps is not None else default_tap_layers(len(policy_config.layers)),
         rms_norm_eps=policy_config.norm.eps,
         max_position_embeddings=attention.rope.max_seq_len,

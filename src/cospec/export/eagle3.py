@@ -109,7 +109,7 @@ class _Tensors:
     def __init__(self, folder: str | Path, ignore: Collection[str]):
         self.folder = TensorFolder(folder)
         self.names: dict[str, str] = {}
-        for stored in sorted(self.folder.keys() - set(ignore)):
+        for stored in sorted(set(self.folder) - set(ignore)):
             name = f"midlayer.{stored.removeprefix('layers.0.')}" if stored.startswith("layers.0.") else stored
             require(name not in self.names, "tensor", stored, f"is there twice, also as {self.names.get(name)}")
             self.names[name] = stored
@@ -126,8 +126,8 @@ class _Tensors:
         require(not missing, "tensor", missing, "is missing: a server would run with random values")
         state = {}
         for name, stored in self.names.items():
-            _check_shape(stored, self.folder.shape(stored), tuple(expected[name].shape))
             tensor = self.folder[stored]
+            _check_shape(stored, tuple(tensor.shape), tuple(expected[name].shape))
             if expected[name].is_floating_point():
                 require(tensor.dtype in FLOATS, f"dtype of {stored}", tensor.dtype, "must be a plain floating type")
             else:

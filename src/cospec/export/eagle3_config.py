@@ -80,7 +80,7 @@ def read_config(
         layer = {k: v for k, v in raw["transformer_layer_config"].items() if k != "architectures"}
         outer = {k: v for k, v in raw.items() if k not in ("transformer_layer_config", "speculators_model_type")}
         kept = _keep(outer, DRAFT, ignore, INERT | SPECULATORS)
-        kept_layer = _keep(layer, LAYER, ignore)
+        kept_layer = {"model_type": layer.get("model_type", "llama"), **_keep(layer, LAYER, ignore)}
         kind = layer.get("model_type", "llama")
         require(kind in ("llama", "qwen3"), "transformer_layer_config.model_type", kind, "must be llama or qwen3")
         qk_norm = kind == "qwen3"
@@ -88,6 +88,9 @@ def read_config(
         layer, kept_layer = dict(raw), {}
         kept = _keep(raw, DRAFT | LAYER | {"eagle_config"}, ignore)
         qk_norm = ARCHITECTURES[raw["architectures"][0]]
+        kind, kinds = raw.get("model_type", "llama"), ("qwen3",) if qk_norm else ("llama", "qwen2")
+        require(kind in kinds, "model_type", kind, f"must be {' or '.join(kinds)} for {raw['architectures'][0]}")
+        kept_layer["model_type"] = kind
     window = _sliding_window(layer)
     if window is None:  # settings of a window that is off change nothing
         kept_layer |= {k: layer[k] for k in ("sliding_window", "use_sliding_window", "layer_types") if k in layer}
@@ -96,22 +99,22 @@ def read_config(
     vocab = _needed(layer, "vocab_size")
     config = Eagle3Config(
         hidden_size=hidden,
-        target_hidden_size=raw.get("target_hidden_size") or hidden,
+        target_hidden_size=_or(raw.get("target_hidden_size"), hidden),
         intermediate_size=_needed(layer, "intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or hidden // heads,
+        num_key_value_heads=_or(layer.get("num_key_value_heads"), heads),
+        head_dim=_or(layer.get("head_dim"), hidden // max(heads, 1)),
         vocab_size=vocab,
-        draft_vocab_size=raw.get("draft_vocab_size") or vocab,
+        draft_vocab_size=_or(raw.get("draft_vocab_size"), vocab),
         tap_layers=_tap_layers(raw, tap_layers),
         rms_norm_eps=_needed(layer, "rms_norm_eps"),
         max_position_embeddings=_needed(layer, "max_position_embeddings"),
         rope=_read_rope(layer),
         qk_norm=qk_norm,
-        attention_bias=bool(layer.get("attention_bias", False)),
+        attention_bias=_flag(layer, "attention_bias"),
         sliding_window=window,
         own_embedding=own_embedding,
-        **{name: bool(raw.get(name) or False) for name in FLAGS},
+        **{name: _flag(raw, name) for name in FLAGS},
     )
     return config, family, kept
 
@@ -164,9 +167,9 @@ def config_json(
     own, hf_ids = list(c.tap_layers), [i + 1 for i in c.tap_layers]
     if family == "sglang":
         ids = {"eagle_config": {IDS: own, "use_aux_hidden_state": True}}
-        return {**kept, **nested, "architectures": [LLAMA], **layer, **draft, **ids}
+        return {**kept, "architectures": [LLAMA], **layer, **nested, **draft, **ids}
     if family == "vllm":
-        return {**kept, **nested, "architectures": [QWEN3 if c.qk_norm else LLAMA], **layer, **draft, IDS: hf_ids}
+        return {**kept, "architectures": [QWEN3 if c.qk_norm else LLAMA], **layer, **nested, **draft, IDS: hf_ids}
     kept.setdefault(
         "speculators_config",
         {
@@ -183,7 +186,7 @@ def config_json(
         **draft,
         IDS: hf_ids,
         "tie_word_embeddings": False,
-        "transformer_layer_config": {**nested, **layer},
+        "transformer_layer_config": {**layer, **nested, "model_type": layer["model_type"]},
     }
 
 
@@ -224,6 +227,17 @@ def _keep(
         else:
             require(name in understood, name, value, "is not understood; it may change what the draft computes")
     return kept
+
+
+def _or(value: Any, default: Any) -> Any:
+    """An absent or null key means the default; 0 is a value, and a wrong one."""
+    return default if value is None else value
+
+
+def _flag(raw: Mapping[str, Any], name: str) -> bool:
+    value = _or(raw.get(name), False)
+    require(isinstance(value, bool), name, value, "must be true or false")
+    return value
 
 
 def _needed(layer: Mapping[str, Any], name: str) -> Any:
