@@ -4,85 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cospec.config import Eagle3Config, RopeConfig
-from cospec.draft.eagle3 import Eagle3Draft, init_draft
+
+from cospec.config import RopeConfig
 from cospec.draft.ttt import pairs, unroll
-from cospec.draft.vocab import vocab_maps
 from cospec.hf import rope_frequencies
-from cospec.layout import PackedLayout
 from cospec.ops.losses import draft_loss
 from cospec.ops.shift import with_halo
-from cospec.records import Batch, Taps
-from support.ttt_oracle import Oracle, OracleDocument
+from support.ttt_cases import D, V, make_documents, make_draft, pack, pass_coefficients
+from support.ttt_oracle import Oracle
 
-D, V = 12, 17
 LONG = 8
-
-
-def make_draft(seed: int = 0, dtype=torch.float64, vocab=(0, 3, 4, 8, 11, 16), **flags) -> Eagle3Draft:
-    sizes = dict(
-        hidden_size=D,
-        target_hidden_size=D,
-        intermediate_size=10,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        vocab_size=V,
-        draft_vocab_size=len(vocab),
-        tap_layers=(0, 2, 3),
-        rope=RopeConfig(theta=50.0),
-    )
-    draft = Eagle3Draft(Eagle3Config(**{**sizes, **flags}))
-    init_draft(draft, seed, std=0.4)  # large enough that every part matters
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in draft.named_parameters():
-            if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    d2t, t2d = vocab_maps(torch.tensor(vocab), V)
-    draft.d2t.copy_(d2t)
-    draft.t2d.copy_(t2d)
-    return draft.to(dtype)
-
-
-def make_documents(lengths, seed: int = 0, mask: str = "random", dtype=torch.float64) -> list[OracleDocument]:
-    docs = []
-    for i, n in enumerate(lengths):
-        generator = torch.Generator().manual_seed(1000 * seed + i)
-
-        def draw(generator=generator, n=n) -> torch.Tensor:
-            return torch.randn(n, D, generator=generator, dtype=torch.float64).to(dtype)
-
-        ids = torch.randint(V, (n,), generator=generator)
-        keep = {
-            "all": torch.ones(n, dtype=torch.bool),
-            "none": torch.zeros(n, dtype=torch.bool),
-            "response": torch.arange(n) >= n // 2,
-            "random": torch.rand(n, generator=generator) < 0.6,
-        }[mask]
-        docs.append(OracleDocument(ids, keep, [draw() for _ in range(3)], draw(), draw()))
-    return docs
-
-
-def pack(docs: list[OracleDocument], pad_to: int | None = None) -> tuple[Taps, Batch]:
-    layout = PackedLayout([d.ids.numel() for d in docs], 1, pad_to)
-
-    def rows(parts, fill=0):
-        return layout.shard(torch.cat(list(parts)), 0, fill=fill)
-
-    taps = Taps(
-        tuple(rows(d.taps[p] for d in docs) for p in range(3)),
-        rows(d.embeddings for d in docs),
-        rows(d.final for d in docs),
-    )
-    ids, zeros = rows(d.ids for d in docs), torch.zeros(layout.num_local_rows)
-    batch = Batch(layout, 0, ids, layout.positions(0), rows((d.mask for d in docs), False), zeros, zeros)
-    return taps, batch
-
-
-def pass_coefficients(rows_KS: torch.Tensor, decay: float) -> torch.Tensor:
-    weights = decay ** torch.arange(rows_KS.shape[0], dtype=torch.float64)
-    return weights / (rows_KS >= 0).sum(1).clamp(min=1) / weights.sum()
 
 
 def packed_loss(draft, docs, teacher_head, num_passes, *, drop_outside=False, renormalise=False, **options):
@@ -104,22 +35,22 @@ def packed_loss(draft, docs, teacher_head, num_passes, *, drop_outside=False, re
 
 CASES = {
     "plain": (1, {}, {}),
-    "two passes, normed residual": (2, dict(norm_before_residual=True), {}),
-    "three passes, norm_output": (3, dict(norm_output=True), {}),
-    "four passes, EAGLE-3.1": (4, dict(norm_output=True, fc_norm=True), dict(renormalise=True)),
-    "five passes": (5, {}, dict(drop_outside=True)),
-    "norm_before_fc": (3, dict(norm_before_fc=True), {}),
-    "q/k norms and biases": (3, dict(qk_norm=True, attention_bias=True), {}),
-    "window 2": (2, dict(sliding_window=2), {}),
-    "window 4": (4, dict(sliding_window=4), {}),
-    "own table": (3, dict(own_embedding=True), {}),
-    "own width": (2, dict(own_embedding=True, hidden_size=8, head_dim=2), {}),
+    "two passes, normed residual": (2, {"norm_before_residual": True}, {}),
+    "three passes, norm_output": (3, {"norm_output": True}, {}),
+    "four passes, EAGLE-3.1": (4, {"norm_output": True, "fc_norm": True}, {"renormalise": True}),
+    "five passes": (5, {}, {"drop_outside": True}),
+    "norm_before_fc": (3, {"norm_before_fc": True}, {}),
+    "q/k norms and biases": (3, {"qk_norm": True, "attention_bias": True}, {}),
+    "window 2": (2, {"sliding_window": 2}, {}),
+    "window 4": (4, {"sliding_window": 4}, {}),
+    "own table": (3, {"own_embedding": True}, {}),
+    "own width": (2, {"own_embedding": True, "hidden_size": 8, "head_dim": 2}, {}),
     "yarn": (
         3,
-        dict(rope=RopeConfig(theta=50.0, scaling="yarn", factor=4.0, original_max_position_embeddings=8)),
+        {"rope": RopeConfig(theta=50.0, scaling="yarn", factor=4.0, original_max_position_embeddings=8)},
         {},
     ),
-    "whole vocabulary": (2, dict(vocab=tuple(range(V))), {}),
+    "whole vocabulary": (2, {"vocab": tuple(range(V))}, {}),
 }
 
 
@@ -143,7 +74,8 @@ def test_hidden_states_loss_and_every_gradient(case):
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-12)
     for name, parameter in draft.named_parameters():
         want = state[name].grad
-        assert want is not None and want.abs().max() > 0, f"{name} takes no part in the oracle"
+        assert want is not None, f"{name} takes no part in the oracle"
+        assert want.abs().max() > 0, f"{name} takes no part in the oracle"
         torch.testing.assert_close(parameter.grad, want, rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
     taps, batch = pack(docs)
@@ -257,7 +189,7 @@ def test_position_moves_with_the_pass(monkeypatch):
         assert (right[k] - wrong[k]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("flags", [{}, dict(own_embedding=True, norm_output=True, fc_norm=True)])
+@pytest.mark.parametrize("flags", [{}, {"own_embedding": True, "norm_output": True, "fc_norm": True}])
 def test_recomputing_the_passes_changes_nothing(flags):
     """Known failure 13: each trunk and branch key exists once, also when passes are recomputed."""
     docs = make_documents([6, 2, 9])
@@ -283,7 +215,8 @@ def test_filler_and_padding_stay_out():
     taps.hidden[0][nobody], taps.embeddings[nobody] = 7.0, -7.0
     filled = unroll(draft, taps, batch, num_passes=3)
     for a, b in zip(bare, filled, strict=True):
-        assert b.shape == (16, D) and torch.isfinite(b).all()
+        assert b.shape == (16, D)
+        assert torch.isfinite(b).all()
         torch.testing.assert_close(a, b[~nobody], rtol=1e-12, atol=1e-12)
 
 
