@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 
 from cospec.layout import PackedLayout
+from cospec.ops.kernels import KERNELS
 from cospec.ops.ring import open_trunk, trunk_branch_attention
 from cospec.policy.attention import PackedContext
+from support import varlen_emulation
 from support.attention_case import TOLERANCE, assert_close, inputs, local, oracle
 
 # lengths, pad_to in padded rows for cp 1, 2, 4 alike, K
@@ -14,7 +16,7 @@ CASES = [
     ((16, 8, 40), None, 0),
     ((13, 1, 34, 2, 7), 96, 2),
     ((1, 1, 1), None, 1),
-    ((530, 3), None, 1),
+    ((150, 3), None, 1),
 ]
 
 
@@ -55,6 +57,48 @@ def test_equals_the_oracle(ranks, world_size):
             one = PackedLayout(lengths)
             alone = [one.unshard([x]) for x in local(tensors, one, window=window)]
             assert_close(whole, alone, 1e-13)
+
+
+def emulated_cuda(rank, lengths, depth):
+    aten = torch.ops.aten
+    before = aten._flash_attention_forward, aten._flash_attention_backward
+    varlen_emulation.install(setattr)
+    try:
+        return run_case(rank, lengths, None, depth, torch.float32, "ring", KERNELS["cuda_flash"], None)
+    finally:
+        aten._flash_attention_forward, aten._flash_attention_backward = before
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_cuda_kernel_arguments(ranks, world_size):
+    """The CUDA kernel's calls, with their documented meaning emulated on CPU."""
+    lengths, depth = (13, 1, 34, 2, 7), 1
+    shards = ranks.run(world_size, emulated_cuda, lengths, depth)
+    whole = [PackedLayout(lengths, world_size).unshard(x) for x in zip(*shards, strict=True)]
+    assert_close(whole, oracle(inputs(lengths, depth, torch.float32), lengths), 1e-5)
+
+
+def saved_bytes(rank, lengths, depth):
+    layout = PackedLayout(lengths, dist.get_world_size())
+    q, k, v, *branches = (layout.shard(x, rank).requires_grad_() for x in inputs(lengths, depth, torch.float32)[:-1])
+    trunk = open_trunk(k, v, layout, cp_group=dist.group.WORLD)
+    storages = {}
+
+    def count(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        trunk_branch_attention(q, trunk, branches[:depth], branches[depth:])
+    return sum(storages.values())
+
+
+def test_memory_kept_for_backward_shrinks_with_cp(ranks):
+    """The ring keeps q, out, lse, one trunk shard and the branches: of local size, whatever cp is."""
+    two, four = (ranks.run(n, saved_bytes, (64, 32), 2)[0] for n in (2, 4))
+    assert two == 2 * four
+    row = 4 * (2 * 4 * 16 + 4 + 2 * 2 * 16 + 4 * 2 * 16)
+    assert four == row * 96 // 4
 
 
 def ring_and_gather(rank, lengths, depth):

@@ -7,6 +7,7 @@ from cospec.layout import PackedLayout
 from cospec.ops.blocks import block_between
 from cospec.ops.kernels import KERNELS, choose_kernel
 from cospec.ops.ring import open_trunk, trunk_branch_attention
+from support import varlen_emulation
 from support.attention_case import TOLERANCE, assert_close, inputs, local, oracle
 
 CPU_KERNELS = ("cpu_flash", "math")
@@ -47,7 +48,7 @@ def test_heads_and_head_dims(heads, key_heads, head_dim, kernel):
 def test_hundreds_of_short_documents(kernel):
     lengths = [1 + (7 * i) % 5 for i in range(300)]
     check(lengths, torch.float64, kernel, heads=2, key_heads=1, head_dim=4)
-    assert len(block_between(PackedLayout(lengths), 0, 0).tiles(torch.device("cpu"))) == 1
+    assert len(block_between(PackedLayout(lengths), 0, 0).tiled(torch.device("cpu")).tiles) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,6 +132,49 @@ def test_gradients_accumulate_over_passes():
     single = [torch.autograd.grad((o * grad).sum(), (q, k, v), retain_graph=True) for o in outs]
     for i, total in enumerate(together):
         torch.testing.assert_close(total, sum(s[i] for s in single), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_strides(kernel):
+    """Any memory order of q, k, v and of the incoming gradient."""
+    lengths, layout = (12, 4), PackedLayout((12, 4))
+    tensors = inputs(lengths, 1, torch.float64)
+    expected = oracle(tensors, lengths)
+    for order in ((2, 1, 0), (1, 0, 2), (0, 2, 1)):
+        inverse = [order.index(i) for i in range(3)]
+        got = local([x.permute(order).contiguous().permute(inverse) for x in tensors], layout, kernel=kernel)
+        assert_close(got, expected, 1e-12)
+    q, k, v, k1, v1, _ = (x.requires_grad_() for x in tensors)
+    out = trunk_branch_attention(q, open_trunk(k, v, layout, kernel=kernel), [k1], [v1])
+    (dq,) = torch.autograd.grad(out.sum(), q)  # an expanded gradient
+    tensors[-1] = torch.ones_like(out)
+    assert_close([dq], oracle([x.detach() for x in tensors], lengths)[1:2], 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_cuda_kernel_arguments(monkeypatch, window):
+    """What the CUDA kernel is handed, with its documented meaning emulated on CPU."""
+    varlen_emulation.install(monkeypatch.setattr)
+    lengths, depth = (13, 1, 34, 2), 1
+    for pad_to in (None, 64):
+        layout = PackedLayout(lengths, 1, pad_to)
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = inputs(lengths, depth, dtype)
+            got = local(tensors, layout, kernel=KERNELS["cuda_flash"], window=window)
+            expected = oracle(tensors, lengths, window=window)
+            assert_close([layout.unshard([x]) for x in got], expected, TOLERANCE[dtype])
+
+
+def test_cuda_kernel_schema():
+    """torch's own shape rules for the packed flash ops accept the call."""
+    layout = PackedLayout((5, 8), 1, 16)
+    q = torch.randn(16, 4, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    k = torch.randn(16, 2, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    out = trunk_branch_attention(q, open_trunk(k, k, layout, kernel=KERNELS["cuda_flash"]))
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert (out.shape, dq.shape, dk.shape) == (q.shape, q.shape, k.shape)
+    with pytest.raises(ValueError, match="head_dim=12"):
+        trunk_branch_attention(q[..., :12], open_trunk(k[..., :12], k[..., :12], layout, kernel=KERNELS["cuda_flash"]))
 
 
 def test_no_grad_keeps_nothing():

@@ -6,7 +6,7 @@ Blocks name real tokens only. Padding and filler rows are never read, so garbage
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -28,45 +28,103 @@ class Piece:
     size: int
     position: int
 
-    @property
-    def rows(self) -> range:
-        return range(self.start, self.start + self.size)
+    def rows_and_positions(self) -> tuple[Tensor, Tensor]:
+        steps = torch.arange(self.size)
+        return steps + self.start, steps + self.position
+
+
+Document = tuple[tuple[Piece, ...], tuple[Piece, ...]]
+"""The query pieces and the key pieces of one document."""
+
+
+class RowMap:
+    """Rows of a tensor in another order, some repeated as padding, some left out; and the way back.
+
+    rows: a slice where they are consecutive (no copy is made then), else int64 row numbers.
+    repeats: int64 places in `rows` that only fill up a batch, or None.
+    """
+
+    def __init__(self, rows: Tensor, repeats: Tensor, num_rows: int, device: torch.device):
+        self.num_rows = num_rows
+        first, last = int(rows[0]), int(rows[-1])
+        self.repeats = repeats.to(device) if len(repeats) else None
+        if self.repeats is None and torch.equal(rows, torch.arange(first, last + 1)):
+            self.rows: slice | Tensor = slice(first, last + 1)
+            return
+        self.rows = rows.to(device)
+        place = torch.full((num_rows,), -1)
+        real = torch.ones(len(rows), dtype=torch.bool)
+        real[repeats] = False
+        place[rows[real]] = torch.nonzero(real).squeeze(1)
+        missing = torch.nonzero(place < 0).squeeze(1)
+        self._place = place.clamp(min=0).to(device)
+        self._missing = missing.to(device) if len(missing) else None
+
+    def take(self, x: Tensor, *, clear_repeats: bool = False) -> Tensor:
+        """The mapped rows of `x`; `clear_repeats` sets the repeats to 0."""
+        if isinstance(self.rows, slice):
+            return x[self.rows]
+        x = x.index_select(0, self.rows)
+        if clear_repeats and self.repeats is not None:
+            x.index_fill_(0, self.repeats, 0)
+        return x
+
+    def put(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """The inverse of `take`: repeats are dropped, rows that were left out hold `fill`."""
+        if not isinstance(self.rows, slice):
+            x = x.index_select(0, self._place)
+            return x if self._missing is None else x.index_fill_(0, self._missing, fill)
+        if len(x) == self.num_rows:
+            return x
+        total = x.new_full((self.num_rows, *x.shape[1:]), fill)
+        total[self.rows] = x
+        return total
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Documents of similar length as one padded batch.
+    """Documents of similar length as one padded batch of `size`.
 
-    q_rows, k_rows: a slice (one document, no copy) or int64 [size * q_len] / [size * k_len]
-    row numbers; a shorter document repeats its last row on the right, which a causal mask
-    hides from its real queries. q_take, k_take: int64, the places of the real rows in that
-    batch, None when all are real; q_put, k_put: the rows that they stand for. q_pad: the
-    places of the repeats, None without. q_position, k_position: int64 [size, len].
+    The mapped query rows q_start... hold size x q_len rows, the mapped key rows likewise. A
+    shorter document repeats its last row on the right, which a causal mask hides from its
+    real queries. q_position, k_position: int64 [size, len] in the document.
     """
 
     size: int
+    q_start: int
     q_len: int
+    k_start: int
     k_len: int
-    q_rows: slice | Tensor
-    k_rows: slice | Tensor
-    q_take: Tensor | None
-    k_take: Tensor | None
-    q_put: slice | Tensor
-    k_put: slice | Tensor
-    q_pad: Tensor | None
     q_position: Tensor
     k_position: Tensor
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[rows, heads, *] of the mapped query rows -> this tile's [size, heads, q_len, *]."""
+        return _batch(x, self.q_start, self.size, self.q_len)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[rows, heads, *] of the mapped key rows -> this tile's [size, heads, k_len, *]."""
+        return _batch(x, self.k_start, self.size, self.k_len)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A block as padded batches, one after another."""
+
+    q_map: RowMap
+    k_map: RowMap
+    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The real rows of all documents one after another, as varlen kernels take them.
+    """A block as its real rows, document after document, as varlen kernels take them.
 
-    q_rows, k_rows: slice or int64 row numbers; cu_q, cu_k: int32 [documents + 1].
+    cu_q, cu_k: int32 [documents + 1], where each document starts and the last one ends.
     """
 
-    q_rows: slice | Tensor
-    k_rows: slice | Tensor
+    q_map: RowMap
+    k_map: RowMap
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
@@ -76,14 +134,14 @@ class Packed:
 class Block:
     """One attention between the rows `q_range` of a shard and the rows `k_range` of another.
 
-    documents: (query pieces, key pieces) of each document, rows counted from the start of the
-    ranges. causal: row i of a document's queries sees its keys 0..i (queries and keys are the
-    same tokens then), otherwise all of its keys.
+    documents: all with at least one query; their rows are counted from the start of the ranges.
+    causal: row i of a document's queries sees its keys 0..i (queries and keys are the same
+    tokens then), otherwise all of its keys.
     """
 
     def __init__(
         self,
-        documents: Sequence[tuple[tuple[Piece, ...], tuple[Piece, ...]]],
+        documents: Sequence[Document],
         *,
         causal: bool,
         q_range: slice,
@@ -93,32 +151,22 @@ class Block:
         self.causal = causal
         self.q_range = q_range
         self.k_range = k_range
-        self.covers_q = _covered(documents, 0) == q_range.stop - q_range.start
-        self.covers_k = _covered(documents, 1) == k_range.stop - k_range.start
-        self._tiles: dict[torch.device, list[Tile]] = {}
+        # Rows and offsets on each device; only blocks with documents are asked for them.
+        self._tiled: dict[torch.device, Tiled] = {}
         self._packed: dict[torch.device, Packed] = {}
 
-    def tiles(self, device: torch.device) -> list[Tile]:
-        if device not in self._tiles:
-            self._tiles[device] = [_tile(bucket, device) for bucket in _buckets(self)]
-        return self._tiles[device]
+    def tiled(self, device: torch.device) -> Tiled:
+        if device not in self._tiled:
+            self._tiled[device] = _tile(self, device)
+        return self._tiled[device]
 
     def packed(self, device: torch.device) -> Packed:
         if device not in self._packed:
-            q_pieces, k_pieces = [d[0] for d in self.documents], [d[1] for d in self.documents]
-            q_sizes, k_sizes = [_size(p) for p in q_pieces], [_size(p) for p in k_pieces]
-            self._packed[device] = Packed(
-                q_rows=_rows(chain(*q_pieces), device),
-                k_rows=_rows(chain(*k_pieces), device),
-                cu_q=_offsets(q_sizes, device),
-                cu_k=_offsets(k_sizes, device),
-                max_q=max(q_sizes, default=0),
-                max_k=max(k_sizes, default=0),
-            )
+            self._packed[device] = _pack(self, device)
         return self._packed[device]
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=64)
 def block_between(layout: PackedLayout, rank: int, source: int) -> Block:
     """The block of `rank`'s queries against `source`'s keys.
 
@@ -168,63 +216,64 @@ def _pieces(layout: PackedLayout, rank: int, document: int) -> tuple[Piece, ...]
     return tuple(pieces)
 
 
-def _buckets(block: Block) -> Iterator[list[tuple[tuple[Piece, ...], tuple[Piece, ...]]]]:
+def _buckets(block: Block) -> list[list[Document]]:
     """Documents to compute together: padding may cost an eighth (or 8 rows), keys only where causal hides it."""
     order = sorted(block.documents, key=lambda d: (_size(d[1]), _size(d[0])), reverse=True)
-    bucket: list[tuple[tuple[Piece, ...], tuple[Piece, ...]]] = []
+    buckets: list[list[Document]] = []
     for document in order:
-        if bucket:
-            longest, size = _size(bucket[0][1]), _size(document[1])
+        if buckets:
+            longest, size = _size(buckets[-1][0][1]), _size(document[1])
             least = longest - max(8, longest // 8) if block.causal else longest
-            if longest > LONG_DOCUMENT or size < least:
-                yield bucket
-                bucket = []
-        bucket.append(document)
-    if bucket:
-        yield bucket
+            if longest <= LONG_DOCUMENT and size >= least:
+                buckets[-1].append(document)
+                continue
+        buckets.append([document])
+    for bucket in buckets:  # in packed order, where rows may turn out to be consecutive
+        bucket.sort(key=lambda d: d[0][0].start)
+    return sorted(buckets, key=lambda bucket: bucket[0][0][0].start)
 
 
-def _tile(bucket: list[tuple[tuple[Piece, ...], tuple[Piece, ...]]], device: torch.device) -> Tile:
-    q_rows, q_take, q_put, q_pad, q_position, q_len = _padded([d[0] for d in bucket], device)
-    k_rows, k_take, k_put, _, k_position, k_len = _padded([d[1] for d in bucket], device)
-    return Tile(len(bucket), q_len, k_len, q_rows, k_rows, q_take, k_take, q_put, k_put, q_pad, q_position, k_position)
+def _tile(block: Block, device: torch.device) -> Tiled:
+    buckets = _buckets(block)
+    sides = []
+    for side, span in ((0, block.q_range), (1, block.k_range)):
+        padded = [_padded([document[side] for document in bucket]) for bucket in buckets]
+        rows, positions, repeats = (torch.cat([x[i].flatten() for x in padded]) for i in range(3))
+        repeats = torch.nonzero(repeats).squeeze(1)
+        sides.append((RowMap(rows, repeats, span.stop - span.start, device), padded))
+    tiles, q_start, k_start = [], 0, 0
+    (q_map, q_padded), (k_map, k_padded) = sides
+    for (_, q_position, _), (_, k_position, _) in zip(q_padded, k_padded, strict=True):
+        (size, q_len), k_len = q_position.shape, k_position.shape[1]
+        tiles.append(Tile(size, q_start, q_len, k_start, k_len, q_position.to(device), k_position.to(device)))
+        q_start, k_start = q_start + size * q_len, k_start + size * k_len
+    return Tiled(q_map, k_map, tuple(tiles))
 
 
-def _padded(documents: list[tuple[Piece, ...]], device: torch.device):
-    sizes = [_size(pieces) for pieces in documents]
-    longest = max(sizes)
-    put = _rows(chain(*documents), device)
-    size_B1 = torch.tensor(sizes, device=device).unsqueeze(1)
-    place_BL = torch.arange(longest, device=device).expand(len(sizes), longest)
-    real = place_BL < size_B1
-    position = torch.cat([torch.arange(p.position, p.position + p.size) for p in chain(*documents)]).to(device)
-    real_rows = torch.arange(put.start, put.stop, device=device) if isinstance(put, slice) else put
-    first_B1 = torch.cumsum(size_B1, 0) - size_B1
-    source = first_B1 + torch.minimum(place_BL, size_B1 - 1)
-    if min(sizes) == longest:
-        return put, None, put, None, position[source], longest
-    real = real.flatten()
-    take, pad = torch.nonzero(real).squeeze(1), torch.nonzero(~real).squeeze(1)
-    return real_rows[source.flatten()], take, put, pad, position[source], longest
+def _padded(documents: list[tuple[Piece, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    """[documents, longest]: row numbers, positions, and True where a last row is repeated."""
+    sizes = torch.tensor([_size(pieces) for pieces in documents]).unsqueeze(1)
+    rows, positions = (torch.cat(x) for x in zip(*(p.rows_and_positions() for p in chain(*documents)), strict=True))
+    place = torch.arange(int(sizes.max())).expand(len(documents), -1)
+    source = torch.cumsum(sizes, 0) - sizes + torch.minimum(place, sizes - 1)
+    return rows[source], positions[source], place >= sizes
 
 
-def _rows(pieces: Iterator[Piece], device: torch.device) -> slice | Tensor:
-    """The rows of the pieces in order: a slice when they are consecutive."""
-    pieces = list(pieces)
-    if not pieces:
-        return slice(0, 0)
-    if all(a.start + a.size == b.start for a, b in zip(pieces, pieces[1:], strict=False)):
-        return slice(pieces[0].start, pieces[-1].start + pieces[-1].size)
-    return torch.cat([torch.arange(p.start, p.start + p.size) for p in pieces]).to(device)
+def _pack(block: Block, device: torch.device) -> Packed:
+    maps, offsets, longest = [], [], []
+    for side, span in ((0, block.q_range), (1, block.k_range)):
+        pieces = [document[side] for document in block.documents]
+        sizes = [_size(p) for p in pieces]
+        rows = torch.cat([p.rows_and_positions()[0] for p in chain(*pieces)])
+        maps.append(RowMap(rows, torch.empty(0, dtype=torch.int64), span.stop - span.start, device))
+        offsets.append(torch.cumsum(torch.tensor([0, *sizes]), 0).to(device=device, dtype=torch.int32))
+        longest.append(max(sizes))
+    return Packed(*maps, *offsets, *longest)
 
 
-def _offsets(sizes: list[int], device: torch.device) -> Tensor:
-    return torch.cumsum(torch.tensor([0, *sizes]), 0).to(device=device, dtype=torch.int32)
+def _batch(x: Tensor, start: int, size: int, length: int) -> Tensor:
+    return x[start : start + size * length].unflatten(0, (size, length)).transpose(1, 2)
 
 
-def _size(pieces: Sequence[Piece]) -> int:
+def _size(pieces: tuple[Piece, ...]) -> int:
     return sum(p.size for p in pieces)
-
-
-def _covered(documents: Sequence[tuple[tuple[Piece, ...], tuple[Piece, ...]]], side: int) -> int:
-    return sum(_size(d[side]) for d in documents)

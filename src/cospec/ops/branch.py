@@ -64,8 +64,8 @@ def branch_backward(
         weight = torch.exp(_row_dot(q, key) * scale - lse)
         dscore = weight * (_row_dot(grad, value) - delta) * scale
         dq.addcmul_(dscore.unsqueeze(-1), key.unsqueeze(2))
-        dk_branches.append((dscore.unsqueeze(-1) * q).sum(2).to(k_branch.dtype))
-        dv_branches.append((weight.unsqueeze(-1) * grad).sum(2).to(v_branch.dtype))
+        dk_branches.append(_weighted_sum(dscore, q).to(k_branch.dtype))
+        dv_branches.append(_weighted_sum(weight, grad).to(v_branch.dtype))
     return dq.flatten(1, 2), dk_branches, dv_branches
 
 
@@ -77,4 +77,9 @@ def _grouped(x_TNH: Tensor, key_TMH: Tensor) -> Tensor:
 
 def _row_dot(x_TMGH: Tensor, y_TMH: Tensor) -> Tensor:
     """[T, M, G]: the dot product of every row and head with its own key."""
-    return (x_TMGH * y_TMH.unsqueeze(2)).sum(-1)
+    return (x_TMGH @ y_TMH.unsqueeze(-1)).squeeze(-1)
+
+
+def _weighted_sum(weight_TMG: Tensor, x_TMGH: Tensor) -> Tensor:
+    """[T, M, H]: the sum over the query heads of each key head."""
+    return (weight_TMG.unsqueeze(-2) @ x_TMGH).squeeze(-2)

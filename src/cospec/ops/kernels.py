@@ -64,39 +64,44 @@ class TiledKernel:
         raise TypeError(f"{type(self).__name__} must define tile_backward")
 
     def forward(self, q, k, v, block, scale, window=None):
-        tiles = block.tiles(q.device)
-        out, lse = None, None
-        for tile in tiles:
-            q_tile = _load(q, tile.q_rows, tile.size)
-            k_tile, v_tile = _load(k, tile.k_rows, tile.size), _load(v, tile.k_rows, tile.size)
-            tile_out, tile_lse = self.tile_forward(q_tile, k_tile, v_tile, tile, block.causal, scale, window)
-            whole = len(tiles) == 1 and block.covers_q and isinstance(tile.q_put, slice)
-            out = _store(out, tile_out.transpose(1, 2).flatten(0, 1), q, tile.q_take, tile.q_put, whole)
-            lse = _store(lse, tile_lse.transpose(1, 2).flatten(0, 1), q, tile.q_take, tile.q_put, whole, -torch.inf)
-        if out is None:
-            out = torch.zeros_like(q)
-            lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulator_dtype(q.dtype))
-        return out, lse
+        if not block.documents:
+            return _nothing(q)
+        tiled = block.tiled(q.device)
+        q_rows, k_rows, v_rows = tiled.q_map.take(q), tiled.k_map.take(k), tiled.k_map.take(v)
+        parts = []
+        for tile in tiled.tiles:
+            part = self.tile_forward(
+                tile.queries(q_rows), tile.keys(k_rows), tile.keys(v_rows), tile, block.causal, scale, window
+            )
+            parts.append([_rows(x) for x in part])
+        out, lse = _joined(parts)
+        return tiled.q_map.put(out), tiled.q_map.put(lse, -torch.inf)
 
     def backward(self, grad, q, k, v, out, lse, block, scale, window=None):
-        tiles = block.tiles(q.device)
-        dq, dk, dv = None, None, None
-        for tile in tiles:
-            q_tile, out_tile = _load(q, tile.q_rows, tile.size), _load(out, tile.q_rows, tile.size)
-            k_tile, v_tile = _load(k, tile.k_rows, tile.size), _load(v, tile.k_rows, tile.size)
-            lse_tile = _load(lse.unsqueeze(-1), tile.q_rows, tile.size).squeeze(-1)
-            grad_tile = _load(grad, tile.q_rows, tile.size, zero=tile.q_pad)
-            grads = self.tile_backward(
-                grad_tile, q_tile, k_tile, v_tile, out_tile, lse_tile, tile, block.causal, scale, window
+        if not block.documents:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        tiled = block.tiled(q.device)
+        q_map, k_map = tiled.q_map, tiled.k_map
+        q_rows, out_rows, lse_rows = q_map.take(q), q_map.take(out), q_map.take(lse)
+        grad_rows = q_map.take(grad, clear_repeats=True)  # a repeated query has no gradient
+        k_rows, v_rows = k_map.take(k), k_map.take(v)
+        parts = []
+        for tile in tiled.tiles:
+            part = self.tile_backward(
+                tile.queries(grad_rows),
+                tile.queries(q_rows),
+                tile.keys(k_rows),
+                tile.keys(v_rows),
+                tile.queries(out_rows),
+                tile.queries(lse_rows),
+                tile,
+                block.causal,
+                scale,
+                window,
             )
-            dq_tile, dk_tile, dv_tile = (x.transpose(1, 2).flatten(0, 1) for x in grads)
-            whole = len(tiles) == 1 and isinstance(tile.k_put, slice)
-            dq = _store(dq, dq_tile, q, tile.q_take, tile.q_put, whole and block.covers_q)
-            dk = _store(dk, dk_tile, k, tile.k_take, tile.k_put, whole and block.covers_k)
-            dv = _store(dv, dv_tile, v, tile.k_take, tile.k_put, whole and block.covers_k)
-        if dq is None:
-            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return dq, dk, dv
+            parts.append([_rows(x) for x in part])
+        dq, dk, dv = _joined(parts)
+        return q_map.put(dq), k_map.put(dk), k_map.put(dv)
 
 
 class CpuFlash(TiledKernel):
@@ -182,12 +187,14 @@ class CudaFlash:
 
     def forward(self, q, k, v, block, scale, window=None):
         self._check(q, block, window)
+        if not block.documents:
+            return _nothing(q)
         packed = block.packed(q.device)
-        window_left, window_right = self._window(block, window)
+        window_left, window_right = self._window(window)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q[packed.q_rows],
-            k[packed.k_rows],
-            v[packed.k_rows],
+            packed.q_map.take(q),
+            packed.k_map.take(k),
+            packed.k_map.take(v),
             packed.cu_q,
             packed.cu_k,
             packed.max_q,
@@ -199,46 +206,37 @@ class CudaFlash:
             window_size_left=window_left,
             window_size_right=window_right,
         )
-        whole = block.covers_q and isinstance(packed.q_rows, slice)
-        return (
-            _store(None, out, q, None, packed.q_rows, whole),
-            _store(None, lse.transpose(0, 1), q, None, packed.q_rows, whole, -torch.inf),
-        )
+        return packed.q_map.put(out), packed.q_map.put(lse.transpose(0, 1), -torch.inf)
 
     def backward(self, grad, q, k, v, out, lse, block, scale, window=None):
         self._check(q, block, window)
+        if not block.documents:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         packed = block.packed(q.device)
-        window_left, window_right = self._window(block, window)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        window_left, window_right = self._window(window)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad[packed.q_rows].contiguous(),
-            q[packed.q_rows],
-            k[packed.k_rows],
-            v[packed.k_rows],
-            out[packed.q_rows].to(q.dtype),
-            lse[packed.q_rows].transpose(0, 1).contiguous(),
+            packed.q_map.take(grad),
+            packed.q_map.take(q),
+            packed.k_map.take(k),
+            packed.k_map.take(v),
+            packed.q_map.take(out),
+            packed.q_map.take(lse).transpose(0, 1).contiguous(),
             packed.cu_q,
             packed.cu_k,
             packed.max_q,
             packed.max_k,
             0.0,
             block.causal,
-            no_dropout,
+            torch.zeros(2, dtype=torch.uint64, device=q.device),  # dropout's random state: unused
             torch.empty(0, device=q.device),
             scale=scale,
             window_size_left=window_left,
             window_size_right=window_right,
         )
-        whole_q = block.covers_q and isinstance(packed.q_rows, slice)
-        whole_k = block.covers_k and isinstance(packed.k_rows, slice)
-        return (
-            _store(None, dq, q, None, packed.q_rows, whole_q),
-            _store(None, dk, k, None, packed.k_rows, whole_k),
-            _store(None, dv, v, None, packed.k_rows, whole_k),
-        )
+        return packed.q_map.put(dq), packed.k_map.put(dk), packed.k_map.put(dv)
 
     @staticmethod
-    def _window(block: Block, window: int | None) -> tuple[int | None, int | None]:
+    def _window(window: int | None) -> tuple[int | None, int | None]:
         return (None, None) if window is None else (window - 1, 0)
 
     @staticmethod
@@ -277,35 +275,19 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, name: str = "auto") 
     return KERNELS[name]
 
 
-def _load(x: Tensor, rows: slice | Tensor, size: int, zero: Tensor | None = None) -> Tensor:
-    """Rows of [T, heads, H] as [size, heads, len, H]; the places `zero` of the copy are cleared."""
-    part = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-    if zero is not None:
-        part.index_fill_(0, zero, 0)
-    return part.unflatten(0, (size, -1)).transpose(1, 2)
+def _nothing(q_TNH: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse over no keys."""
+    return torch.zeros_like(q_TNH), q_TNH.new_full(q_TNH.shape[:2], -torch.inf, dtype=accumulator_dtype(q_TNH.dtype))
 
 
-def _store(
-    total: Tensor | None,
-    part: Tensor,
-    like: Tensor,
-    take: Tensor | None,
-    put: slice | Tensor,
-    whole: bool,
-    fill: float = 0.0,
-) -> Tensor:
-    """Write the real rows (`take`) of `part` to the rows `put` of `total`, which starts as `fill`."""
-    if take is not None:
-        part = part.index_select(0, take)
-    if whole:
-        return part
-    if total is None:
-        total = part.new_full((like.shape[0], *part.shape[1:]), fill)
-    if isinstance(put, slice):
-        total[put] = part
-    else:
-        total.index_copy_(0, put, part)
-    return total
+def _rows(x_BNLH: Tensor) -> Tensor:
+    """[B, heads, L, *] as rows [B * L, heads, *]."""
+    return x_BNLH.transpose(1, 2).flatten(0, 1)
+
+
+def _joined(parts: list[list[Tensor]]) -> list[Tensor]:
+    """Each result over all tiles."""
+    return [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
 
 
 def _grouped(x_BNLH: Tensor, key: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ context-parallel causal attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cospec.layout import PackedLayout
 from cospec.ops.blocks import block_between, padding_rows
@@ -49,7 +50,8 @@ class Trunk:
     @property
     def key_shape(self) -> tuple[int, int, int]:
         """(J_local, M, H)."""
-        return tuple(self.shards[0].shape[-3:])
+        rows, heads, head_dim = self.shards[0].shape[-3:]
+        return rows, heads, head_dim
 
 
 def open_trunk(
@@ -85,6 +87,7 @@ def open_trunk(
         raise ValueError(f"cp_group has {group_size} ranks, the layout has cp_size={layout.cp_size}")
     if kernel is None or isinstance(kernel, str):
         kernel = choose_kernel(k_JMH.device, k_JMH.dtype, kernel or "auto")
+    k_JMH, v_JMH = _dense_rows(k_JMH), _dense_rows(v_JMH)
     traffic = Traffic()
     if layout.cp_size == 1:
         return Trunk(layout, 0, mode, kernel, None, (k_JMH, v_JMH), traffic)
@@ -141,7 +144,7 @@ def trunk_branch_attention(
     if window is not None and kernel.name != "math" and (kernel.name != "cuda_flash" or layout.cp_size > 1):
         kernel = choose_kernel(q_TNH.device, q_TNH.dtype, "math")
     call = _Call(trunk, kernel, head_dim**-0.5 if scale is None else scale, window, len(k_branches))
-    return _TrunkBranchAttention.apply(call, q_TNH, *trunk.shards, *k_branches, *v_branches)
+    return _TrunkBranchAttention.apply(call, _dense_rows(q_TNH), *trunk.shards, *k_branches, *v_branches)
 
 
 @dataclass(frozen=True)
@@ -170,10 +173,12 @@ class _TrunkBranchAttention(torch.autograd.Function):
             block = block_between(trunk.layout, trunk.rank, source)
             rows, keys = block.q_range, block.k_range
             new_out, new_lse = call.kernel.forward(q[rows], k[keys], v[keys], block, call.scale, call.window)
-            if out is None:  # the first block covers all rows
+            if out is None or lse is None:  # the first block covers all rows
                 out, lse = new_out if single else new_out.to(dtype), new_lse
             else:
                 _merge_into(out, lse, new_out, new_lse, rows)
+        assert out is not None, "every rank has a block of its own keys"
+        assert lse is not None
         padding = padding_rows(trunk.layout, trunk.rank, q.device) if call.depth else None
         if padding is not None:  # branches were computed on padding rows too
             out.index_fill_(0, padding, 0)
@@ -184,6 +189,7 @@ class _TrunkBranchAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         call = ctx.call
         trunk = call.trunk
@@ -232,17 +238,18 @@ def _walk(trunk: Trunk, shards: Sequence[Tensor]) -> Iterator[tuple[int, Tensor,
     """
     cp = trunk.layout.cp_size
     if cp == 1:
-        yield 0, *shards
+        k, v = shards
+        yield 0, k, v
         return
     if trunk.mode == "gather":
         for step in range(cp):
             source = (trunk.rank - step) % cp
-            yield source, *shards[0][source]
+            yield source, shards[0][source, 0], shards[0][source, 1]
         return
     kv = shards[0]
     for step in range(cp):
         arriving = _pass_on(kv, trunk, KV_TAG) if step < cp - 1 else None
-        yield (trunk.rank - step) % cp, *kv
+        yield (trunk.rank - step) % cp, kv[0], kv[1]
         if arriving is not None:
             kv = arriving()
 
@@ -253,15 +260,15 @@ def _ring_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward, dq: T
     The gradient of a foreign shard starts at its first foreign user and travels along with the
     shard; after the last step it is one hop from home.
     """
-    own = torch.zeros(shards[0].shape, dtype=dq.dtype, device=dq.device)
-    arriving = None
+
+    def nothing() -> Tensor:
+        return torch.zeros(shards[0].shape, dtype=dq.dtype, device=dq.device)
+
+    own, arriving = nothing(), nothing
     for step, (source, k, v) in enumerate(_walk(trunk, shards)):
         rows, keys, block_dq, dk, dv = block_backward(source, k, v)
         dq[rows] += block_dq
-        if step == 0:
-            total = own
-        else:
-            total = torch.zeros_like(own) if arriving is None else arriving()
+        total = own if step == 0 else arriving()
         total[0, keys] += dk
         total[1, keys] += dv
         if step > 0:
@@ -280,17 +287,21 @@ def _gathered_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward, d
     return total
 
 
-def _pass_on(x: Tensor, trunk: Trunk, tag: int):
+def _pass_on(x: Tensor, trunk: Trunk, tag: int) -> Callable[[], Tensor]:
     """Send `x` to the next rank of the ring; the returned function waits for the previous rank's."""
-    cp = trunk.layout.cp_size
-    x, received = x.contiguous(), torch.empty_like(x)
-    following = dist.get_global_rank(trunk.group, (trunk.rank + 1) % cp)
-    preceding = dist.get_global_rank(trunk.group, (trunk.rank - 1) % cp)
+    cp, group = trunk.layout.cp_size, trunk.group
+    assert group is not None, "a ring of several ranks has a group"
+    sent, received = (
+        [x.contiguous()],
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+    )  # a list, to let go of it at the wait
+    following = dist.get_global_rank(group, (trunk.rank + 1) % cp)
+    preceding = dist.get_global_rank(group, (trunk.rank - 1) % cp)
     # Both are posted before either is waited for, so that no order of ranks can deadlock.
     requests = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, x, following, trunk.group, tag),
-            dist.P2POp(dist.irecv, received, preceding, trunk.group, tag),
+            dist.P2POp(dist.isend, sent[0], following, group, tag),
+            dist.P2POp(dist.irecv, received, preceding, group, tag),
         ]
     )
     trunk.traffic.sent += x.numel() * x.element_size()
@@ -298,10 +309,9 @@ def _pass_on(x: Tensor, trunk: Trunk, tag: int):
     def wait() -> Tensor:
         for request in requests:
             request.wait()
-        del x_alive[:]
+        sent.clear()
         return received
 
-    x_alive = [x]  # gloo and NCCL read it until the wait
     return wait
 
 
@@ -318,6 +328,7 @@ class _Gather(torch.autograd.Function):
         return gathered
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         grad = grad.contiguous()
         received = torch.empty_like(grad)
@@ -330,6 +341,11 @@ class _Gather(torch.autograd.Function):
 def _check_rows(name: str, x: Tensor, layout: PackedLayout) -> None:
     if x.shape[0] != layout.num_local_rows:
         raise ValueError(f"{name} has {x.shape[0]} rows, the layout has {layout.num_local_rows} on each rank")
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but in the head dim, where some read wrong values instead of complaining."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _same_kind(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

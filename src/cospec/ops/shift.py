@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cospec.layout import PackedLayout
 
@@ -82,6 +83,7 @@ class _Halo(torch.autograd.Function):
         return torch.cat((x, halo))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         exchange = ctx.exchange
         halo = grad[ctx.num_rows :].contiguous()
