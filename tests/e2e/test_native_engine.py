@@ -136,6 +136,21 @@ def test_bad_sizes_are_refused(policy, options, message):
         engine_of(policy, **options)
 
 
+def test_speculation_can_be_switched_for_a_comparison(policy):
+    engine = engine_of(policy, table_draft(policy, "good"))
+    prompts, params = random_prompts(5, VOCAB, 9), SamplingParams(max_new_tokens=12, temperature=0)
+    usual = engine.generate(prompts, params)
+    with engine.speculation(0):
+        plain = engine.generate(prompts, params)
+    with engine.speculation(2):
+        short = engine.generate(prompts, params)
+    assert [r.token_ids for r in plain] == [r.token_ids for r in usual] == [r.token_ids for r in short]
+    assert [max(len(r.proposed) for r in rs) for rs in (usual, plain, short)] == [4, 0, 2]
+    assert engine.generate(prompts, params) == usual
+    with pytest.raises(ValueError, match="num_draft_tokens=1"), engine_of(policy).speculation(1):
+        pass
+
+
 def state_of(module, change=None):
     state = {name: value.clone() for name, value in module.state_dict().items()}
     if change is not None:
@@ -198,7 +213,8 @@ def test_refit_checks_everything_before_it_changes_anything():
 
 SETTINGS = {
     "plain": {},
-    "flags": {"norm_output": True, "norm_before_residual": True, "qk_norm": True, "fc_norm": True},
+    "norm_output": {"norm_output": True, "qk_norm": True, "fc_norm": True},
+    "norm_before": {"norm_before_residual": True, "norm_before_fc": True},
     "window": {"sliding_window": 5},
     "narrow": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12},  # own embedding
     "vocabulary": {"vocab": torch.tensor([0, 1, 4, 9, 10, 11, 20, 23, 31, 32, 39])},

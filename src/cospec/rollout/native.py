@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from cospec.ops.acceptance import accept, resample
 from cospec.policy.taps import TapRecorder
@@ -42,6 +44,7 @@ class NativeEngine:
         num_draft_tokens: k, tokens proposed per step, 0..16; 0 (or no draft) is plain decoding.
         max_batch: sequences that run at once; more prompts wait.
         max_len: positions of prompt and response together.
+        device: where to generate; None is where the policy is.
         record_proposals: keep every proposed chain of the last `generate` in `proposals`, per
             prompt a list of (position of the chain's first token, tokens).
 
@@ -56,19 +59,21 @@ class NativeEngine:
         num_draft_tokens: int = 5,
         max_batch: int = 64,
         max_len: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         record_proposals: bool = False,
     ):
         config = policy.config
-        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"num_draft_tokens={num_draft_tokens}: must be in 0..{MAX_DRAFT_TOKENS}")
+        _check_chain(num_draft_tokens)
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: must be >= 1")
         if not 2 <= max_len <= config.max_seq_len:
             raise ValueError(f"max_len={max_len}: must be in 2..{config.max_seq_len}, the policy's longest position")
-        self.device = torch.device(device)
+        weight = policy.lm_head.weight
+        if isinstance(weight, DTensor):
+            raise ValueError("policy: its parameters are sharded, the engine needs a whole copy of its own")
+        self.device = torch.device(device or weight.device)
         self.policy = policy.to(self.device).eval().requires_grad_(False)
-        self.draft = None if draft is None else draft.to(self.device).eval().requires_grad_(False)
+        self.draft = None if draft is None else _in_dtype(draft.to(self.device), weight.dtype)
         self.num_draft_tokens = num_draft_tokens if draft is not None else 0
         self.max_batch, self.max_len = max_batch, max_len
         self.vocab_size = config.vocab_size
@@ -81,12 +86,12 @@ class NativeEngine:
             attention.n_kv_heads,
             max_len,
             attention.head_dim,
-            dtype=policy.lm_head.weight.dtype,
+            dtype=weight.dtype,
             device=self.device,
         )
         self.proposer: ChainProposer | None = None
-        if self.num_draft_tokens:
-            self._recorder = TapRecorder(self.policy, draft.config.tap_layers)
+        if self.draft is not None:
+            self._recorder = TapRecorder(self.policy, self.draft.config.tap_layers)
             self.proposer = ChainProposer(
                 self.draft,
                 self._embed,
@@ -127,6 +132,18 @@ class NativeEngine:
             "refits": self._refits,
             "policy_version": self.policy_version,
         }
+
+    @contextmanager
+    def speculation(self, num_draft_tokens: int) -> Iterator[None]:
+        """Generate with another k inside, for comparisons; 0 switches speculation off."""
+        _check_chain(num_draft_tokens)
+        if num_draft_tokens and self.draft is None:
+            raise ValueError(f"num_draft_tokens={num_draft_tokens}: this engine has no draft, only 0 works")
+        saved, self.num_draft_tokens = self.num_draft_tokens, num_draft_tokens
+        try:
+            yield
+        finally:
+            self.num_draft_tokens = saved
 
     @torch.inference_mode()
     def generate(
@@ -175,7 +192,7 @@ class NativeEngine:
         hidden_BD = hidden[torch.arange(batch, device=self.device), last_B]
         logp_BV = policy_logp(F.linear(hidden_BD, head_weight(self.policy)), params.temperature)
         token_B = draw(distribution(logp_BV, params), uniforms(key_B, last_B + 1, SAMPLE), params)
-        if self.proposer is not None:
+        if self.num_draft_tokens:
             shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).scatter_(1, last_B[:, None], token_B[:, None])
             self.proposer.absorb(first, taps, shifted, positions, last_B, reach=None)
         logp_B = logp_BV.gather(1, token_B[:, None])[:, 0]
@@ -230,13 +247,12 @@ class NativeEngine:
             tally(s.proposed, count if taken == n + 1 else taken)  # a stop ends the chain: the rest was never tried
             tally(s.accepted, min(n, taken))
         order = self._drop_finished(active)
-        if self.proposer is None or not active:
+        if not self.num_draft_tokens or not active:
             return
         if order is not None:
             index = torch.tensor(order).to(self.device)
             taps = [tap.index_select(0, index) for tap in taps]
             next_BQ, clamped_BQ, kept_B = (x.index_select(0, index) for x in (next_BQ, clamped_BQ, kept_B))
-            kept = [kept[i] for i in order]
         width = max(kept) + 1
         self.proposer.absorb(
             0,
@@ -251,7 +267,7 @@ class NativeEngine:
         """Final hidden [B, Q, D] and, with a draft, its taps, P tensors [B, Q, Dt]."""
         shape = tokens_BQ.shape
         tokens, positions = tokens_BQ.reshape(1, -1), positions_BQ.reshape(1, -1)
-        if self.proposer is None:
+        if not self.num_draft_tokens:
             return self.policy(tokens, positions=positions, attention_masks=view).view(*shape, -1), []
         with self._recorder.recording() as recording:
             hidden = self.policy(tokens, positions=positions, attention_masks=view)
@@ -272,7 +288,7 @@ class NativeEngine:
             if slot < len(active):
                 active[slot], order[slot] = last, origin
                 self.cache.move(len(active), slot)
-                if self.proposer is not None:
+                if self.num_draft_tokens:
                     self.proposer.move(len(active), slot)
         return order if len(order) < total else None
 
@@ -285,3 +301,16 @@ class NativeEngine:
         self._accepted += sum(sum(s.accepted) for s in sequences)
         self._steps += sum(s.verify_steps for s in sequences)
         self._seconds += seconds
+
+
+def _check_chain(num_draft_tokens: int) -> None:
+    if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"num_draft_tokens={num_draft_tokens}: must be in 0..{MAX_DRAFT_TOKENS}")
+
+
+def _in_dtype(draft: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A draft computes in the dtype of its taps: cast its matrices once, not in every step. Norms stay as they are."""
+    for parameter in draft.eval().requires_grad_(False).parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.to(dtype)
+    return draft
