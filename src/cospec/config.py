@@ -208,6 +208,54 @@ class RLConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """Supervised phase before RL, on the task's demonstrations."""
+
+    policy_steps: int = 260
+    batch_documents: int = 16
+    draft_steps: int = 200
+    """Draft-only steps after it, on the frozen policy's features."""
+    draft_batch_documents: int = 16
+    policy_optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(name="muon", lr=2e-3, muon_lr=2e-2, warmup_steps=10, decay_steps=100)
+    )
+    draft_optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(name="muon", lr=2e-3, muon_lr=2e-2, decay_steps=60)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    prompts: int = 64
+    """Held-out prompts."""
+    every: int = 0
+    """Steps between evaluations; 0 evaluates at the start and the end only."""
+    static_control: bool = True
+    """Also roll out with a frozen copy of the starting draft: is co-training worth it here?"""
+    speed_batch: int = 16
+    """Prompts of the final wall-clock comparison with and without speculation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Documents of supervised co-training."""
+
+    path: str | None = None
+    """jsonl with `input_ids` and optional `loss_mask`; None makes small synthetic documents."""
+    synthetic_documents: int = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int = 0
+    """Steps between checkpoints; 0 keeps none."""
+    keep: int = 2
+    """Newest good checkpoints to keep."""
+    resume: bool = False
+    """Continue from the newest good checkpoint in `output_dir`; without one, start anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int = 50
     batch_documents: int = 16
@@ -239,4 +287,58 @@ class RunConfig:
     draft_optim: OptimConfig = field(default_factory=lambda: OptimConfig(name="muon", lr=7e-4))
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    wandb: bool = False
+    """Log to Weights & Biases; offline (no network call) unless a key is set."""
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for every value that can be seen to be wrong without doing work."""
+    c = config
+    for axis in ("pp", "dp", "cp"):
+        require(getattr(c.mesh, axis) >= 1, f"mesh.{axis}", getattr(c.mesh, axis), "must be >= 1")
+    p = c.policy
+    if p.hf_path is None and p.flavor is None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            require(getattr(p, name) >= 1, f"policy.{name}", getattr(p, name), "must be >= 1")
+        require(
+            p.num_attention_heads % p.num_key_value_heads == 0,
+            "policy.num_attention_heads",
+            p.num_attention_heads,
+            f"must be a multiple of policy.num_key_value_heads={p.num_key_value_heads}",
+        )
+    d = c.draft
+    require(1 <= d.num_passes <= 8, "draft.num_passes", d.num_passes, "must be 1..8")
+    require(0 < d.pass_decay <= 1, "draft.pass_decay", d.pass_decay, "must be in (0, 1]")
+    require(0 < d.share <= 1, "draft.share", d.share, "must be in (0, 1]")
+    require(d.loss_chunk >= 1, "draft.loss_chunk", d.loss_chunk, "must be >= 1")
+    require(
+        0 <= c.rollout.num_draft_tokens <= 16, "rollout.num_draft_tokens", c.rollout.num_draft_tokens, "must be 0..16"
+    )
+    require(c.rollout.max_new_tokens >= 1, "rollout.max_new_tokens", c.rollout.max_new_tokens, "must be >= 1")
+    require(c.rollout.temperature > 0, "rollout.temperature", c.rollout.temperature, "must be > 0: RL needs samples")
+    for name in ("prompts_per_step", "updates_per_batch"):
+        require(getattr(c.rl, name) >= 1, f"rl.{name}", getattr(c.rl, name), "must be >= 1")
+    require(c.rl.samples_per_prompt >= 2, "rl.samples_per_prompt", c.rl.samples_per_prompt, "must be >= 2: a group")
+    for name in ("steps", "batch_documents", "row_tokens", "logit_chunk"):
+        require(getattr(c.train, name) >= 1, f"train.{name}", getattr(c.train, name), "must be >= 1")
+    require(c.train.comm_timeout_s > 0, "train.comm_timeout_s", c.train.comm_timeout_s, "must be > 0 seconds")
+    for name in ("policy_steps", "draft_steps"):
+        require(getattr(c.warm_start, name) >= 0, f"warm_start.{name}", getattr(c.warm_start, name), "must be >= 0")
+    require(c.eval.prompts >= 1, "eval.prompts", c.eval.prompts, "must be >= 1")
+    require(c.checkpoint.every >= 0, "checkpoint.every", c.checkpoint.every, "must be >= 0 (0 = never)")
+    require(c.checkpoint.keep >= 1, "checkpoint.keep", c.checkpoint.keep, "must be >= 1")
+    require(c.data.synthetic_documents >= 1, "data.synthetic_documents", c.data.synthetic_documents, "must be >= 1")
+    for name in ("policy_optim", "draft_optim"):
+        optim = getattr(c, name)
+        require(optim.lr >= 0, f"{name}.lr", optim.lr, "must be >= 0")
+        require(
+            optim.clip_norm > 0, f"{name}.clip_norm", optim.clip_norm, "must be > 0 (a large number switches it off)"
+        )
+        require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
+        for field_name in ("warmup_steps", "decay_steps"):
+            require(getattr(optim, field_name) >= 0, f"{name}.{field_name}", getattr(optim, field_name), "must be >= 0")

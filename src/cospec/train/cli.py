@@ -1,0 +1,25 @@
+"""From a recipe's config and the command line to a run: typed overrides, clear errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import tyro
+
+from cospec.config import ConfigError, RunConfig, check
+
+
+def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] | None = None) -> None:
+    """Override `config` by command-line flags, check it, run it.
+
+    Unknown flags, wrong types and impossible values end with one message and exit code 2,
+    before anything is written.
+    """
+    config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
+    try:
+        check(config)
+        run(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

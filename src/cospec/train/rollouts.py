@@ -1,0 +1,128 @@
+"""Rollouts for training: prompts spread over ranks, rewards, advantages, documents, refit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cospec.config import RunConfig
+from cospec.draft.eagle3 import Eagle3Draft
+from cospec.mesh import Mesh
+from cospec.policy.build import full_state
+from cospec.records import Document, Rollout, SamplingParams
+from cospec.rl.grpo import group_advantages, length_penalty
+from cospec.rl.tasks import Prompt, Task
+from cospec.rollout.engine import acceptance_length
+from cospec.rollout.native import NativeEngine
+from cospec.titan import build_model
+from cospec.train.step import Learner
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """Rollouts of one step with their rewards, in sample order, the same on every rank."""
+
+    rollouts: list[Rollout]
+    rewards: list[float]
+
+    @property
+    def reward_mean(self) -> float:
+        return sum(self.rewards) / len(self.rewards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(r.token_ids) for r in self.rollouts)
+
+
+def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> NativeEngine:
+    """A rollout engine with weights of its own on this rank's device, not yet refitted."""
+    device = learner.mesh.device
+    policy = build_model(learner.runner.parts[0].config, device=device, dtype=torch.float32)
+    draft = None
+    if learner.draft is not None:
+        draft = Eagle3Draft(learner.draft.config).to(device)
+    return NativeEngine(
+        policy,
+        draft,
+        num_draft_tokens=config.rollout.num_draft_tokens if draft is not None else 0,
+        max_len=max_prompt + config.rollout.max_new_tokens,
+        max_batch=max(1, config.rl.prompts_per_step * config.rl.samples_per_prompt),
+    )
+
+
+def refit(engine: NativeEngine, learner: Learner, version: int, *, draft_state: dict | None = None) -> None:
+    """Hand the trained weights to the engine; `draft_state` stands in for the trained draft."""
+    if draft_state is None and learner.draft is not None:
+        draft_state = full_state(learner.draft)
+    engine.refit(full_state(learner.runner.policy), draft_state, version)
+
+
+def sampling(config: RunConfig, task: Task) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
+        stop_token_ids=(task.stop_token_id,),
+        seed=config.seed,
+    )
+
+
+def roll_out(
+    engine: NativeEngine,
+    task: Task,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    mesh: Mesh,
+    *,
+    first_sample: int,
+) -> ScoredRollouts:
+    """One rollout per prompt, computed by the ranks in turns.
+
+    The random numbers of a sample depend on its index only (`first_sample` + position), so
+    the tokens do not depend on how many ranks share the work.
+    """
+    mine = range(mesh.world_rank, len(prompts), mesh.world_size)
+    rollouts = (
+        engine.generate([prompts[i].token_ids for i in mine], params, sample_ids=[first_sample + i for i in mine])
+        if len(mine)
+        else []
+    )
+    if mesh.world_size > 1:
+        shares: list = [None] * mesh.world_size
+        dist.all_gather_object(shares, rollouts)
+        rollouts = [shares[i % mesh.world_size][i // mesh.world_size] for i in range(len(prompts))]
+    rewards = [task.reward(prompt, rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    return ScoredRollouts(rollouts, rewards)
+
+
+def to_documents(scored: ScoredRollouts, config: RunConfig) -> list[Document]:
+    """Rollouts as training documents: group-normalised advantages on the response tokens."""
+    rl = config.rl
+    lengths = [len(r.token_ids) for r in scored.rollouts]
+    rewards = length_penalty(scored.rewards, lengths, rl.length_penalty, config.rollout.max_new_tokens)
+    advantages = group_advantages(rewards, rl.samples_per_prompt)
+    documents = []
+    for rollout, advantage in zip(scored.rollouts, advantages, strict=True):
+        prompt = len(rollout.prompt_ids)
+        ids = torch.tensor([*rollout.prompt_ids, *rollout.token_ids], dtype=torch.int64)
+        mask = torch.zeros(ids.numel(), dtype=torch.bool)
+        mask[prompt:] = True
+        logp = torch.zeros(ids.numel())
+        logp[prompt:] = torch.tensor(rollout.logp)
+        documents.append(Document(ids, mask, float(advantage), logp))
+    return documents
+
+
+def rollout_row(scored: ScoredRollouts, seconds: float) -> dict:
+    """The fields of a metrics row that the rollouts know."""
+    return {
+        "reward_mean": scored.reward_mean,
+        "rollout_acceptance_length": acceptance_length(scored.rollouts),
+        "rollout_tokens_per_s": scored.tokens / seconds,
+        "rollout_s": seconds,
+        "policy_version": scored.rollouts[0].policy_version,
+    }

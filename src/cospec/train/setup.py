@@ -1,0 +1,57 @@
+"""From a config to a Learner, and the life of a run around it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cospec.config import RunConfig
+from cospec.draft.attach import attach_draft
+from cospec.export.eagle3 import load_draft
+from cospec.mesh import Mesh, build_mesh, choose_dtype, close_mesh
+from cospec.policy.build import build_policy
+from cospec.policy.runner import SequentialRunner
+from cospec.train.optim import Optimizer
+from cospec.train.step import Learner
+
+
+@contextmanager
+def open_mesh(config: RunConfig) -> Iterator[Mesh]:
+    """The mesh of the run, left together at the end; seeds and determinism are set."""
+    mesh = build_mesh(config.mesh, device=config.train.device, timeout_s=config.train.comm_timeout_s)
+    random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    yield mesh
+    # Not in a finally: after an error on one rank the others may never reach the barrier.
+    close_mesh(mesh)
+
+
+def build_learner(config: RunConfig, mesh: Mesh, *, total_steps: int | None = None) -> Learner:
+    """Policy, draft (unless draft.enabled is off), runner and optimizers."""
+    dtype = choose_dtype(config.train.dtype, mesh.device)
+    steps = config.train.steps if total_steps is None else total_steps
+    policy = build_policy(config.policy, mesh, seed=config.seed, device=mesh.device, dtype=dtype)
+    draft, draft_optim = None, None
+    if config.draft.enabled:
+        checkpoint = load_draft(config.draft.init) if config.draft.init is not None else None
+        draft = attach_draft(
+            policy, config.draft, mesh=mesh, seed=config.seed, checkpoint=checkpoint, device=mesh.device, dtype=dtype
+        )
+        draft_optim = Optimizer([draft], config.draft_optim, steps)
+    runner = SequentialRunner(policy, mesh, config.attention, draft.config.tap_layers if draft is not None else ())
+    return Learner(config, mesh, runner, Optimizer(runner.parts, config.policy_optim, steps), draft, draft_optim)
+
+
+def describe(learner: Learner) -> str:
+    """One line for the console: what trains where."""
+    mesh = learner.mesh
+    policy = sum(p.numel() for part in learner.runner.parts for p in part.parameters())
+    text = f"policy {policy / 1e6:.2f} M parameters"
+    if learner.draft is not None:
+        draft = sum(p.numel() for p in learner.draft.parameters())
+        text += f", draft {draft / 1e6:.2f} M reading layers {', '.join(map(str, learner.draft.config.tap_layers))}"
+    return f"{text}; {mesh.device.type}, pp {mesh.pp_size} x dp {mesh.dp_size} x cp {mesh.cp_size}"
