@@ -46,10 +46,10 @@ class RowMap:
 
     def __init__(self, rows: Tensor, repeats: Tensor, num_rows: int, device: torch.device):
         self.num_rows = num_rows
-        first, last = int(rows[0]), int(rows[-1])
+        first = int(rows[0])
         self.repeats = repeats.to(device) if len(repeats) else None
-        if self.repeats is None and torch.equal(rows, torch.arange(first, last + 1)):
-            self.rows: slice | Tensor = slice(first, last + 1)
+        if self.repeats is None and torch.equal(rows, torch.arange(first, first + len(rows))):
+            self.rows: slice | Tensor = slice(first, first + len(rows))
             return
         self.rows = rows.to(device)
         place = torch.full((num_rows,), -1)

@@ -110,7 +110,8 @@ def trunk_branch_attention(
 
     Shapes:   q [T, N, H], branches [T, M, H] each, out [T, N, H]; T the rank's rows, M divides N.
               Padding rows of out, and of every gradient, are 0.
-    Sharding: T is a cp shard in the layout's order; every rank of the group calls together.
+    Sharding: T is a cp shard in the layout's order; every rank of the group calls together, and
+              runs backward together (a share of 0 must still be part of the loss).
     Numerics: float32 accumulators (float64 for float64); exact gradients.
     scale:    multiplies the scores, default H ** -0.5.
     window:   keys a row sees, itself included, by position: with K branches the query stands K
@@ -175,8 +176,10 @@ class _TrunkBranchAttention(torch.autograd.Function):
             new_out, new_lse = call.kernel.forward(q[rows], k[keys], v[keys], block, call.scale, call.window)
             if out is None or lse is None:  # the first block covers all rows
                 out, lse = new_out if single else new_out.to(dtype), new_lse
+            elif len(new_out) == len(out):
+                out, lse = merge(out, lse, new_out, new_lse)
             else:
-                _merge_into(out, lse, new_out, new_lse, rows)
+                out[rows], lse[rows] = merge(out[rows], lse[rows], new_out, new_lse)
         assert out is not None, "every rank has a block of its own keys"
         assert lse is not None
         padding = padding_rows(trunk.layout, trunk.rank, q.device) if call.depth else None
@@ -223,12 +226,6 @@ class _TrunkBranchAttention(torch.autograd.Function):
                     x.index_fill_(0, padding, 0)
             dq = branch_dq.add_(dq)
         return None, dq.to(q.dtype), *dshards, *dk_branches, *dv_branches
-
-
-def _merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, rows: slice) -> None:
-    merged_out, merged_lse = merge(out[rows], lse[rows], new_out, new_lse)
-    out[rows] = merged_out
-    lse[rows] = merged_lse
 
 
 def _walk(trunk: Trunk, shards: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -291,10 +288,8 @@ def _pass_on(x: Tensor, trunk: Trunk, tag: int) -> Callable[[], Tensor]:
     """Send `x` to the next rank of the ring; the returned function waits for the previous rank's."""
     cp, group = trunk.layout.cp_size, trunk.group
     assert group is not None, "a ring of several ranks has a group"
-    sent, received = (
-        [x.contiguous()],
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-    )  # a list, to let go of it at the wait
+    sent = [x.contiguous()]  # a list, to let go of it at the wait
+    received = torch.empty_like(sent[0])
     following = dist.get_global_rank(group, (trunk.rank + 1) % cp)
     preceding = dist.get_global_rank(group, (trunk.rank - 1) % cp)
     # Both are posted before either is waited for, so that no order of ranks can deadlock.
