@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from cospec.config import DraftConfig, Eagle3Config, RopeConfig, require
+from cospec.config import ConfigError, DraftConfig, Eagle3Config, RopeConfig, require
 from cospec.draft.eagle3 import Eagle3Draft, init_draft
 from cospec.draft.vocab import check_vocab, vocab_maps
 from cospec.mesh import Mesh
@@ -185,13 +185,14 @@ def _set_vocab(draft: Eagle3Draft, vocab: Tensor | None) -> None:
     c = draft.config
     if c.draft_vocab_size == c.vocab_size and vocab is None:
         return
+    if vocab is None:
+        rule = f"is smaller than the policy's {c.vocab_size}: give the ids of its tokens as vocab"
+        raise ConfigError("draft.draft_vocab_size", c.draft_vocab_size, rule)
     require(
-        vocab is not None and vocab.numel() == c.draft_vocab_size,
+        vocab.numel() == c.draft_vocab_size,
         "draft.draft_vocab_size",
         c.draft_vocab_size,
-        f"is smaller than the policy's {c.vocab_size}: give the ids of its tokens as vocab"
-        if vocab is None
-        else f"vocab names {vocab.numel()} tokens",
+        f"vocab names {vocab.numel()} tokens",
     )
     d2t, t2d = vocab_maps(vocab, c.vocab_size)
     draft.d2t.copy_(d2t)

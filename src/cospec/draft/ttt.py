@@ -52,7 +52,7 @@ def unroll(
         emb_TD = halo[rows_T.clamp(min=0)]
         if own_table is not None:
             emb_TD = own_table(emb_TD).to(g_TD.dtype)
-        emb_TD = torch.where((rows_T >= 0)[:, None], emb_TD, 0)  # zero where the document ends
+        emb_TD.masked_fill_((rows_T < 0)[:, None], 0)  # where the document ends
         q_TNH, k_TMH, v_TMH, residual_TD = run(checkpoint, layer.before_attention, emb_TD, g_TD, batch.positions + k)
         if trunk is None:
             trunk = open_trunk(k_TMH, v_TMH, layout, cp_group=cp_group, mode=mode, kernel=kernel)
