@@ -136,6 +136,16 @@ def test_bad_sizes_are_refused(policy, options, message):
         engine_of(policy, **options)
 
 
+def test_a_broken_policy_is_an_error():
+    policy = tiny_policy(vocab_size=VOCAB)
+    engine = engine_of(policy, tiny_draft(policy))
+    engine.refit(state_of(policy), None, version=1)
+    with torch.no_grad():
+        policy.norm.weight[3] = float("nan")
+    with pytest.raises(RuntimeError, match=r"prompts\[0\]: the policy's logits .* not finite"):
+        engine.generate([[1, 2]], SamplingParams())
+
+
 def test_speculation_can_be_switched_for_a_comparison(policy):
     engine = engine_of(policy, table_draft(policy, "good"))
     prompts, params = random_prompts(5, VOCAB, 9), SamplingParams(max_new_tokens=12, temperature=0)

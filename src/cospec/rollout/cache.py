@@ -106,16 +106,16 @@ class PrefillView(CacheView):
     """The same for sequences that start at position 0, padded on the right: no mask in memory."""
 
     def __init__(self, cache: KVCache, first_slot: int, batch: int, length: int):
-        if cache.window is not None and cache.window < length:
+        self._plain = cache.window is None or cache.window >= length
+        if not self._plain:
             positions = cache._keys[:length].expand(batch, length)
             super().__init__(cache, first_slot, positions, length)
             return
         self.cache, self.batch, self.length = cache, batch, length
         self.slots = slice(first_slot, first_slot + batch)
-        self._mask = None
 
     def attend(self, layer_id: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor, scale: float | None = None) -> Tensor:
-        if self._mask is not None:
+        if not self._plain:
             return super().attend(layer_id, q_TNH, k_TMH, v_TMH, scale)
         shape = (self.batch, self.length)
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q_TNH, k_TMH, v_TMH))

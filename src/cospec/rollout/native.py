@@ -92,9 +92,10 @@ class NativeEngine:
         self.proposer: ChainProposer | None = None
         if self.draft is not None:
             self._recorder = TapRecorder(self.policy, self.draft.config.tap_layers)
+            embeddings = self.draft.embed_tokens if self.draft.config.own_embedding else self.policy.tok_embeddings
             self.proposer = ChainProposer(
                 self.draft,
-                self._embed,
+                embeddings,
                 vocab_size=self.vocab_size,
                 num_slots=max_batch,
                 max_len=max_len,
@@ -192,9 +193,10 @@ class NativeEngine:
         hidden_BD = hidden[torch.arange(batch, device=self.device), last_B]
         logp_BV = policy_logp(F.linear(hidden_BD, head_weight(self.policy)), params.temperature)
         token_B = draw(distribution(logp_BV, params), uniforms(key_B, last_B + 1, SAMPLE), params)
-        if self.num_draft_tokens:
+        proposer = self._drafting
+        if proposer is not None:
             shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).scatter_(1, last_B[:, None], token_B[:, None])
-            self.proposer.absorb(first, taps, shifted, positions, last_B, reach=None)
+            proposer.absorb(first, taps, shifted, positions, last_B, reach=None)
         logp_B = logp_BV.gather(1, token_B[:, None])[:, 0]
         stops = frozenset(params.stop_token_ids)
         for s, token, logp in zip(new, token_B.tolist(), logp_B.tolist(), strict=True):
@@ -204,64 +206,51 @@ class NativeEngine:
 
     def _step(self, active: list[Sequence], params: SamplingParams) -> None:
         """Propose, verify, keep; then let the draft catch up on what was kept."""
+        proposer = self._drafting
         k = min(self.num_draft_tokens, max(s.room for s in active))
         counts = [min(k, s.room) for s in active]
         furthest = max(s.position for s in active)
         rows = [(s.tokens[-1], s.position, count, s.key) for s, count in zip(active, counts, strict=True)]
         token_B, position_B, count_B, key_B = torch.tensor(rows).to(self.device).unbind(1)
-        offsets = torch.arange(k + 1, device=self.device)
-        position_BQ = position_B[:, None] + offsets
-        tokens_BQ = token_B[:, None]
-        if k:
+        position_BQ = position_B[:, None] + torch.arange(k + 1, device=self.device)
+        if proposer is not None and k:
             u_BK = uniforms(key_B[:, None], position_BQ[:, 1:], PROPOSE)
-            proposed_BK, draft_BKV = self.proposer.propose(position_B - 1, k, u_BK, params, reach=furthest + k - 1)
-            tokens_BQ = torch.cat([tokens_BQ, proposed_BK], 1)
+            proposed_BK, draft_BKV = proposer.propose(position_B - 1, k, u_BK, params, reach=furthest + k - 1)
+        else:
+            proposed_BK, draft_BKV = position_BQ[:, 1:], None
         clamped_BQ = position_BQ.clamp(max=self.max_len - 1)
-        hidden, taps = self._forward(tokens_BQ, clamped_BQ, self.cache.view(0, clamped_BQ, furthest + k + 1))
+        view = self.cache.view(0, clamped_BQ, furthest + k + 1)
+        hidden, taps = self._forward(torch.cat([token_B[:, None], proposed_BK], 1), clamped_BQ, view)
         logp_BQV = policy_logp(F.linear(hidden, head_weight(self.policy)), params.temperature)
         policy_BQV = distribution(logp_BQV, params)
-        if k:
-            u_BK = uniforms(key_B[:, None], position_BQ[:, 1:], ACCEPT)
-            kept_BK = accept(policy_BQV[:, :k], draft_BKV, proposed_BK, u_BK) & (offsets[:k] < count_B[:, None])
-            kept_B = kept_BK.cumprod(1).sum(1)
-            row_B = torch.arange(len(active), device=self.device)
-            # Where nothing was proposed (after the chain, or past the limit) the policy itself is drawn from.
-            rejected_BV = draft_BKV[row_B, kept_B.clamp(max=k - 1)] * (kept_B < count_B)[:, None]
-            u_B = uniforms(key_B, position_B + kept_B + 1, SAMPLE)
-            extra_B = resample(policy_BQV[row_B, kept_B], rejected_BV, u_B)
-            next_BQ = torch.cat([proposed_BK, extra_B[:, None]], 1).scatter(1, kept_B[:, None], extra_B[:, None])
-        else:
+        if draft_BKV is None:
+            kept_B = torch.zeros_like(position_B)
             next_BQ = draw(policy_BQV[:, 0], uniforms(key_B, position_B + 1, SAMPLE), params)[:, None]
-            kept_B = torch.zeros_like(token_B)
+        else:
+            kept_B, next_BQ = verify(policy_BQV, draft_BKV, proposed_BK, count_B, key_B, position_B + 1)
         logp_BQ = logp_BQV.gather(2, next_BQ[..., None])[..., 0]
         # float64 holds token ids exactly: one transfer brings everything to the host.
         packed = torch.cat([kept_B[:, None].double(), next_BQ.double(), logp_BQ.double()], 1).tolist()
 
-        stops, kept = frozenset(params.stop_token_ids), [int(row[0]) for row in packed]
         if self.record_proposals and k:
             for s, chain, count in zip(active, proposed_BK.tolist(), counts, strict=True):
                 s.proposals.append((s.position + 1, chain[:count]))
+        stops, kept = frozenset(params.stop_token_ids), [int(row[0]) for row in packed]
         for s, row, n, count in zip(active, packed, kept, counts, strict=True):
             taken = s.extend([int(t) for t in row[1 : n + 2]], row[k + 2 : k + n + 3], stops)
             s.verify_steps += 1
             tally(s.proposed, count if taken == n + 1 else taken)  # a stop ends the chain: the rest was never tried
             tally(s.accepted, min(n, taken))
         order = self._drop_finished(active)
-        if not self.num_draft_tokens or not active:
+        if proposer is None or not active:
             return
         if order is not None:
             index = torch.tensor(order).to(self.device)
             taps = [tap.index_select(0, index) for tap in taps]
             next_BQ, clamped_BQ, kept_B = (x.index_select(0, index) for x in (next_BQ, clamped_BQ, kept_B))
         width = max(kept) + 1
-        self.proposer.absorb(
-            0,
-            [tap[:, :width] for tap in taps],
-            next_BQ[:, :width],
-            clamped_BQ[:, :width],
-            kept_B,
-            reach=furthest + width,
-        )
+        taps, positions_BQ = [tap[:, :width] for tap in taps], clamped_BQ[:, :width]
+        proposer.absorb(0, taps, next_BQ[:, :width], positions_BQ, kept_B, reach=furthest + width)
 
     def _forward(self, tokens_BQ: Tensor, positions_BQ: Tensor, view: CacheView) -> tuple[Tensor, list[Tensor]]:
         """Final hidden [B, Q, D] and, with a draft, its taps, P tensors [B, Q, Dt]."""
@@ -278,7 +267,7 @@ class NativeEngine:
 
         Returns the old slot of each remaining sequence, None when none finished.
         """
-        total, slot = len(active), 0
+        proposer, total, slot = self._drafting, len(active), 0
         order = list(range(total))
         while slot < len(active):
             if not active[slot].finish_reason:
@@ -288,19 +277,48 @@ class NativeEngine:
             if slot < len(active):
                 active[slot], order[slot] = last, origin
                 self.cache.move(len(active), slot)
-                if self.num_draft_tokens:
-                    self.proposer.move(len(active), slot)
+                if proposer is not None:
+                    proposer.move(len(active), slot)
         return order if len(order) < total else None
 
-    def _embed(self, tokens_T: Tensor) -> Tensor:
-        table = self.draft.embed_tokens if self.draft.config.own_embedding else self.policy.tok_embeddings
-        return F.embedding(tokens_T, table.weight)
+    @property
+    def _drafting(self) -> ChainProposer | None:
+        return self.proposer if self.num_draft_tokens else None
 
     def _count(self, sequences: list[Sequence], seconds: float) -> None:
         self._tokens += sum(len(s.tokens) for s in sequences)
         self._accepted += sum(sum(s.accepted) for s in sequences)
         self._steps += sum(s.verify_steps for s in sequences)
         self._seconds += seconds
+
+
+def verify(
+    policy_BQV: Tensor,
+    draft_BKV: Tensor,
+    proposed_BK: Tensor,
+    count_B: Tensor,
+    key_B: Tensor,
+    position_B: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Which proposals are kept, and the token that follows them.
+
+    policy: the distributions at the chain's K positions and the one after, Q = K + 1; draft:
+    those that `proposed` was drawn from. Only the first `count` proposals of a row count.
+    `position`: where the first proposal stands.
+    Returns (kept int64 [B], tokens int64 [B, Q]: kept proposals, then the added token, then
+    leftovers without meaning).
+    """
+    k = proposed_BK.shape[1]
+    offsets = torch.arange(k, device=proposed_BK.device)
+    u_BK = uniforms(key_B[:, None], position_B[:, None] + offsets, ACCEPT)
+    accepted_BK = accept(policy_BQV[:, :k], draft_BKV, proposed_BK, u_BK) & (offsets < count_B[:, None])
+    kept_B = accepted_BK.cumprod(1).sum(1)
+    row_B = torch.arange(len(kept_B), device=kept_B.device)
+    # Where nothing was proposed (after the chain, or past the limit) the policy itself is drawn from.
+    rejected_BV = draft_BKV[row_B, kept_B.clamp(max=k - 1)] * (kept_B < count_B)[:, None]
+    added_B = resample(policy_BQV[row_B, kept_B], rejected_BV, uniforms(key_B, position_B + kept_B, SAMPLE))
+    tokens_BQ = torch.cat([proposed_BK, added_B[:, None]], 1)
+    return kept_B, tokens_BQ.scatter_(1, kept_B[:, None], added_B[:, None])
 
 
 def _check_chain(num_draft_tokens: int) -> None:

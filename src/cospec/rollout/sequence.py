@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from cospec.records import Rollout
@@ -36,6 +37,10 @@ class Sequence:
     def extend(self, tokens: list[int], logp: list[float], stops: frozenset[int]) -> int:
         """Append verified tokens up to the first stop token; returns how many were taken."""
         taken = next((i + 1 for i, t in enumerate(tokens) if t in stops), len(tokens))
+        if any(math.isnan(x) for x in logp[:taken]):
+            raise RuntimeError(
+                f"prompts[{self.index}]: the policy's logits at position {self.position} or just after are not finite"
+            )
         self.tokens += tokens[:taken]
         self.logp += logp[:taken]
         if self.tokens[-1] in stops:
