@@ -79,24 +79,30 @@ def test_matches_oracle(passes, draft_vocab, renormalise, dtype):
     assert all(got[0][name].dtype == torch.float64 for name in FIELDS[1:])
 
 
+def shrink(monkeypatch, cells, min_rows):
+    """Buffers of so many float64, so that small cases take the paths of large vocabularies."""
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 8 * cells)
+    monkeypatch.setattr(losses, "SCRATCH_BYTES", 8 * max(40, cells // 3))
+    monkeypatch.setattr(losses, "_MIN_ROWS", min_rows)
+
+
 @pytest.mark.parametrize("draft_vocab", [257, 100])
 @pytest.mark.parametrize("chunk", [3, 256])
 @pytest.mark.parametrize("renormalise", [False, True])
-def test_vocabulary_tiles(monkeypatch, draft_vocab, chunk, renormalise):
-    """Row blocks too large for the budget are cut in tiles with a running logsumexp."""
-    monkeypatch.setattr(losses, "TILE_BYTES", 8 * 150)
-    monkeypatch.setattr(losses, "_MIN_ROWS", 2)
+@pytest.mark.parametrize("cells, min_rows", [(150, 2), (600, 2), (1500, 20)])
+def test_vocabulary_tiles(monkeypatch, draft_vocab, chunk, renormalise, cells, min_rows):
+    """Row blocks too large for the budget: fewer rows, or tiles with a running logsumexp."""
+    shrink(monkeypatch, cells, min_rows)
     case = make_case(vocab=257, draft_vocab=draft_vocab)
-    assert losses._plan(11, chunk, 257, 8)[1] < draft_vocab
     got = run(draft_loss, case, chunk=chunk, renormalise=renormalise)
     assert_same(got, run(reference.draft_loss, case, renormalise=renormalise), 1e-12)
 
 
-def test_whole_draft_vocabulary_under_a_tiled_policy(monkeypatch):
-    monkeypatch.setattr(losses, "TILE_BYTES", 8 * 300)
-    monkeypatch.setattr(losses, "_MIN_ROWS", 20)
-    case = make_case(vocab=257, draft_vocab=7, rows=30)
-    assert_same(run(draft_loss, case), run(reference.draft_loss, case), 1e-12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_in_lower_precision(monkeypatch, dtype):
+    shrink(monkeypatch, 150, 2)
+    case = make_case(vocab=257, draft_vocab=100, dtype=dtype)
+    assert_same(run(draft_loss, case), run(reference.draft_loss, case), TOLERANCE[dtype])
 
 
 def test_mixed_dtypes_take_the_heads():
@@ -250,8 +256,7 @@ def test_bad_shapes(change, message):
 @pytest.mark.parametrize("tiled", [False, True])
 def test_token_logprobs(monkeypatch, dtype, temperature, tiled):
     if tiled:
-        monkeypatch.setattr(losses, "TILE_BYTES", 8 * 64)
-        monkeypatch.setattr(losses, "_MIN_ROWS", 2)
+        shrink(monkeypatch, 64, 2)
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(13, 6, generator=g, dtype=torch.float64).to(dtype)
     head = torch.randn(37, 6, generator=g, dtype=torch.float64).to(dtype)

@@ -10,7 +10,7 @@ W columns of a vocabulary tile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,16 @@ from torch.autograd.function import once_differentiable
 
 from cospec.records import DraftOutput
 
-TILE_BYTES = 8 << 20
-"""Size of one logits buffer. A loss holds three, a fourth for products of bfloat16 on CUDA,
-and the gathered rows of K passes (one more each way): it stays below 64 MiB."""
+LOGITS_BYTES = 18 << 20
+"""Size of one logits buffer; the draft loss holds two, of policy and of draft."""
+
+SCRATCH_BYTES = 4 << 20
+"""Size of the scratch of elementwise steps, and of other temporaries. With the rows that
+are gathered for all passes (twice at most twice this) the whole stays below 64 MiB."""
 
 _MIN_ROWS = 64
-"""Fewer rows than this at a time make the matrix products wait for the head's memory."""
+"""Below this many rows a matrix product waits for the head's memory: then it is cheaper to
+cut the vocabulary in tiles and compute the draft's logits twice."""
 
 
 def draft_loss(
@@ -128,17 +132,8 @@ def _check_draft_inputs(hidden_KTD, head_UD, teacher_SD, teacher_head_VD, rows_K
         raise ValueError(f"chunk={chunk} must be >= 1")
 
 
-def _plan(rows: int, chunk: int, vocab: int, itemsize: int) -> tuple[int, int]:
-    """(rows of a chunk, columns of a tile) so that one buffer takes at most TILE_BYTES."""
-    cells = TILE_BYTES // itemsize
-    rows = max(1, min(rows, chunk))
-    if cells // vocab >= min(rows, _MIN_ROWS):  # whole rows fit: no logit is computed twice
-        return min(rows, cells // vocab), vocab
-    return rows, max(1, min(vocab, cells // rows))
-
-
 def _tiles(total: int, size: int) -> list[slice]:
-    return [slice(i, min(i + size, total)) for i in range(0, total, size)]
+    return [slice(i, min(i + size, total)) for i in range(0, total, max(1, size))]
 
 
 def _product_into(out_CW: Tensor, x_CD: Tensor, weight_WD: Tensor) -> None:
@@ -146,7 +141,10 @@ def _product_into(out_CW: Tensor, x_CD: Tensor, weight_WD: Tensor) -> None:
     if weight_WD.dtype == out_CW.dtype:
         torch.mm(x_CD, weight_WD.T, out=out_CW)
     elif out_CW.is_cuda and weight_WD.element_size() == 2:
-        out_CW.copy_(torch.mm(x_CD, weight_WD.T, out_dtype=out_CW.dtype))
+        if out_CW.is_contiguous():
+            torch.mm(x_CD, weight_WD.T, out_dtype=out_CW.dtype, out=out_CW)
+        else:
+            out_CW.copy_(torch.mm(x_CD, weight_WD.T, out_dtype=out_CW.dtype))
     else:  # no such product here: widen the weight a few rows at a time
         x_CD = x_CD.to(out_CW.dtype)
         for part in _parts(weight_WD, out_CW):
@@ -166,39 +164,45 @@ def _add_product(out: Tensor, grad: Tensor, b: Tensor) -> None:
 
 
 def _parts(rows: Tensor, like: Tensor) -> list[slice]:
-    """Blocks of rows that take at most half of TILE_BYTES in the dtype of `like`."""
-    return _tiles(rows.shape[0], max(1, TILE_BYTES // (2 * rows.shape[1] * like.element_size())))
+    """Blocks of rows that take at most SCRATCH_BYTES in the dtype of `like`."""
+    return _tiles(rows.shape[0], SCRATCH_BYTES // (rows.shape[1] * like.element_size()))
 
 
 @dataclass
 class _Running:
-    """Running logsumexp of rows of logits, their argmax, and the sum over a subset of columns."""
+    """Running logsumexp over blocks of columns; the argmax and the sum over a subset if asked for."""
 
     peak_C1: Tensor
     sum_C1: Tensor
-    subset_C: Tensor | None
-    argmax_C: Tensor
+    argmax_C1: Tensor | None
+    subset_C1: Tensor | None
 
     @classmethod
-    def start(cls, rows: int, like: Tensor, subset: bool) -> _Running:
+    def start(cls, rows: int, like: Tensor, *, argmax: bool = False, subset: bool = False) -> _Running:
         return cls(
             like.new_full((rows, 1), float("-inf")),
             like.new_zeros(rows, 1),
-            like.new_zeros(rows) if subset else None,
-            torch.zeros(rows, dtype=torch.int64, device=like.device),
+            torch.zeros(rows, 1, dtype=torch.int64, device=like.device) if argmax else None,
+            like.new_zeros(rows, 1) if subset else None,
         )
 
-    def add(self, logits_CW: Tensor, offset: int, scratch_CW: Tensor, in_subset_W: Tensor | None) -> None:
-        value_C1, index_C1 = logits_CW.max(1, keepdim=True)
-        higher_C1 = value_C1 > self.peak_C1
-        self.argmax_C = torch.where(higher_C1.squeeze(1), index_C1.squeeze(1) + offset, self.argmax_C)
-        peak_C1 = torch.maximum(value_C1, self.peak_C1)
-        rescale_C1 = (self.peak_C1 - peak_C1).exp_()
-        torch.sub(logits_CW, peak_C1, out=scratch_CW).exp_()
-        self.sum_C1 = self.sum_C1 * rescale_C1 + scratch_CW.sum(1, keepdim=True)
-        if self.subset_C is not None and in_subset_W is not None:
-            self.subset_C = self.subset_C * rescale_C1.squeeze(1) + scratch_CW @ in_subset_W
-        self.peak_C1 = peak_C1
+    def add(self, logits_CW: Tensor, offset: int, scratch: Tensor, in_subset_V: Tensor | None = None) -> None:
+        """Take in the columns `offset`, `offset + 1`, ... of the rows."""
+        for columns, scratch_CW in _blocks(logits_CW, scratch):
+            block_CW, first = logits_CW[:, columns], offset + columns.start
+            if self.argmax_C1 is None:
+                top_C1 = block_CW.amax(1, keepdim=True)
+            else:
+                top_C1, index_C1 = block_CW.max(1, keepdim=True)
+                self.argmax_C1 = torch.where(top_C1 > self.peak_C1, index_C1 + first, self.argmax_C1)
+            peak_C1 = torch.maximum(top_C1, self.peak_C1)
+            rescale_C1 = (self.peak_C1 - peak_C1).exp_()
+            torch.sub(block_CW, peak_C1, out=scratch_CW).exp_()
+            self.sum_C1 = self.sum_C1 * rescale_C1 + scratch_CW.sum(1, keepdim=True)
+            if self.subset_C1 is not None and in_subset_V is not None:
+                inside_W1 = in_subset_V[first : first + block_CW.shape[1]].unsqueeze(1)
+                self.subset_C1 = self.subset_C1 * rescale_C1 + scratch_CW @ inside_W1
+            self.peak_C1 = peak_C1
 
     @property
     def logsumexp_C1(self) -> Tensor:
@@ -207,25 +211,26 @@ class _Running:
     @property
     def mass_C1(self) -> Tensor:
         """Share of the probability that lies in the subset; 1 without one."""
-        if self.subset_C is None:
-            return torch.ones_like(self.sum_C1)
-        return self.subset_C.unsqueeze(1) / self.sum_C1
+        return torch.ones_like(self.sum_C1) if self.subset_C1 is None else self.subset_C1 / self.sum_C1
 
 
 def _buffer(flat: Tensor, rows: int, cols: int) -> Tensor:
     return flat[: rows * cols].view(rows, cols)
 
 
-def _sweep(x_CD: Tensor, head_VD: Tensor, size: int, logits: Tensor, scratch: Tensor, subset_V: Tensor | None):
-    """Statistics of all logits of the rows; the last tile's logits stay in the buffer."""
-    running = _Running.start(x_CD.shape[0], logits, subset_V is not None)
+def _blocks(x_CW: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of columns that fit the scratch, each with its share of it."""
+    rows = x_CW.shape[0]
+    for columns in _tiles(x_CW.shape[1], scratch.numel() // rows):
+        yield columns, _buffer(scratch, rows, columns.stop - columns.start)
+
+
+def _sweep(running: _Running, x_CD: Tensor, head_VD: Tensor, size: int, logits: Tensor, scratch: Tensor, **kw) -> None:
+    """All logits of the rows into `running`, `size` columns at a time; the last tile stays in the buffer."""
     for tile in _tiles(head_VD.shape[0], size):
-        width = tile.stop - tile.start
-        logits_CW = _buffer(logits, x_CD.shape[0], width)
+        logits_CW = _buffer(logits, x_CD.shape[0], tile.stop - tile.start)
         _product_into(logits_CW, x_CD, head_VD[tile])
-        in_subset = None if subset_V is None else subset_V[tile]
-        running.add(logits_CW, tile.start, _buffer(scratch, x_CD.shape[0], width), in_subset)
-    return running
+        running.add(logits_CW, tile.start, scratch, **kw)
 
 
 def _gather(x_TD: Tensor, rows_C: Tensor, dtype: torch.dtype) -> Tensor:
@@ -254,16 +259,21 @@ class _DraftLoss(torch.autograd.Function):
         vocab_V, vocab_U, dim = teacher_head_VD.shape[0], head_UD.shape[0], head_UD.shape[1]
         coef_K = coef_K.to(dtype)
 
-        # Only the teacher rows that some pass needs.
+        # Only the teacher rows that some pass needs, as many at a time as let the draft's
+        # logits of a pass stay whole, if that is enough rows.
         wanted_S = (rows_KS >= 0).any(0).nonzero().squeeze(1)
-        itemsize = dtype.itemsize
-        fit = max(1, TILE_BYTES // (dim * itemsize * num_passes))  # gathered rows of all passes
-        chunk_rows, size_V = _plan(len(wanted_S), min(chunk, fit), vocab_V, itemsize)
-        size_U = min(vocab_U, max(size_V, TILE_BYTES // itemsize // chunk_rows))
+        cells = LOGITS_BYTES // dtype.itemsize
+        fit = 2 * SCRATCH_BYTES // (dim * dtype.itemsize * num_passes)
+        chunk_rows = max(1, min(len(wanted_S), chunk, fit))
+        if cells // vocab_U >= min(chunk_rows, _MIN_ROWS):
+            chunk_rows = min(chunk_rows, cells // vocab_U)
+        size_V, size_U = (max(1, min(vocab, cells // chunk_rows)) for vocab in (vocab_V, vocab_U))
         whole_V, whole_U = size_V == vocab_V, size_U == vocab_U
         logits = torch.empty(chunk_rows * max(size_V, size_U), dtype=dtype, device=device)
-        scratch = torch.empty_like(logits)
         policy = torch.empty(chunk_rows * size_U, dtype=dtype, device=device)
+        scratch = torch.empty(
+            max(chunk_rows, min(logits.numel(), SCRATCH_BYTES // dtype.itemsize)), dtype=dtype, device=device
+        )
 
         wants_hidden = grad_enabled and any(ctx.needs_input_grad[-num_passes:])
         wants_head = grad_enabled and ctx.needs_input_grad[-num_passes - 1]
@@ -272,80 +282,88 @@ class _DraftLoss(torch.autograd.Function):
 
         loss_KT = torch.zeros(num_passes, rows_T, dtype=dtype, device=device)
         alpha_KT, top1_KT, counted_KT = (torch.zeros_like(loss_KT) for _ in range(3))
-        subset_V = None
+        in_draft_V = draft_id_V = None
         if vocab_map_U is not None:
-            subset_V = torch.zeros(vocab_V, dtype=dtype, device=device).index_fill_(0, vocab_map_U, 1.0)
+            draft_id_V = torch.full((vocab_V,), -1, dtype=torch.int64, device=device)
+            draft_id_V[vocab_map_U] = torch.arange(vocab_U, device=device)
+            in_draft_V = (draft_id_V >= 0).to(dtype)
 
         for begin in range(0, len(wanted_S), chunk_rows):
             wanted_C = wanted_S[begin : begin + chunk_rows]
-            rows_KC = rows_KS[:, wanted_C]
-            num_rows = len(wanted_C)
+            num_rows, rows_KC = len(wanted_C), rows_KS[:, wanted_C]
             teacher_CD = teacher_SD[wanted_C].to(teacher_head_VD.dtype)
-            teacher = _sweep(teacher_CD, teacher_head_VD, size_V, logits, scratch, subset_V)
+            teacher = _Running.start(num_rows, logits, argmax=True, subset=vocab_map_U is not None)
+            _sweep(teacher, teacher_CD, teacher_head_VD, size_V, logits, scratch, in_subset_V=in_draft_V)
             teacher_lse_C1, mass_C1 = teacher.logsumexp_C1, teacher.mass_C1
-            inverse_mass_C1 = torch.where(mass_C1 > 0, 1 / mass_C1, 0.0)
+            # The policy's best token as the draft numbers it, -1 outside its vocabulary.
+            best_C1 = teacher.argmax_C1 if draft_id_V is None else draft_id_V[teacher.argmax_C1]
+            target_scale_C1, target_mass_C1 = None, mass_C1
+            if renormalise:
+                target_scale_C1 = torch.where(mass_C1 > 0, 1 / mass_C1, 0.0)
+                target_mass_C1 = (mass_C1 > 0).to(dtype)
 
             hidden_KCD = [_gather(h, r, matmul_dtype) for h, r in zip(hidden_KTD, rows_KC, strict=True)]
             counts_KC = (rows_KC >= 0).to(dtype)
-            stats_K = []
+            stats_K = [_Running.start(num_rows, logits) for _ in hidden_KCD]
             if not whole_U:  # then not whole_V either: no teacher logits are lost here
-                stats_K = [_sweep(h, head_UD, size_U, logits, scratch, None) for h in hidden_KCD]
-            cells_KC = logits.new_zeros(3, num_passes, num_rows)  # loss, alpha, top1
+                for stats, hidden_CD in zip(stats_K, hidden_KCD, strict=True):
+                    _sweep(stats, hidden_CD, head_UD, size_U, logits, scratch)
+            cells_KC3 = logits.new_zeros(num_passes, num_rows, 3)  # loss, alpha, top-1
             grad_KCD = [logits.new_zeros(num_rows, dim) for _ in grad_hidden]
 
             for tile in _tiles(vocab_U, size_U):
                 width = tile.stop - tile.start
                 policy_CW = _buffer(policy, num_rows, width)
-                scratch_CW = _buffer(scratch, num_rows, width)
-                if whole_V:
-                    teacher_CV = _buffer(logits, num_rows, vocab_V)
-                    if vocab_map_U is None:
-                        policy_CW.copy_(teacher_CV)
-                    else:
-                        torch.index_select(teacher_CV, 1, vocab_map_U[tile], out=policy_CW)
-                else:
+                if not whole_V:
                     _teacher_tile(policy_CW, teacher_CD, teacher_head_VD, tile, vocab_map_U)
+                elif vocab_map_U is None:
+                    policy_CW.copy_(_buffer(logits, num_rows, vocab_V)[:, tile])
+                else:
+                    torch.index_select(_buffer(logits, num_rows, vocab_V), 1, vocab_map_U[tile], out=policy_CW)
                 policy_CW.sub_(teacher_lse_C1).exp_()
+                policy_sum_C = policy_CW.sum(1)
+                here_C1 = (best_C1 >= tile.start) & (best_C1 < tile.stop)
+                local_C1 = (best_C1 - tile.start).clamp(0, width - 1)
 
-                for k, hidden_CD in enumerate(hidden_KCD):
+                for k, (hidden_CD, stats) in enumerate(zip(hidden_KCD, stats_K, strict=True)):
+                    loss_C, alpha_C, top1_C = cells_KC3[k].unbind(1)
                     draft_CW = _buffer(logits, num_rows, width)
                     _product_into(draft_CW, hidden_CD, head_UD[tile])
                     if whole_U:
-                        stats = _Running.start(num_rows, logits, False)
-                        stats.add(draft_CW, 0, scratch_CW, None)
-                    else:
-                        stats = stats_K[k]
-                    draft_CW.sub_(stats.logsumexp_C1)  # log draft
-                    torch.mul(policy_CW, draft_CW, out=scratch_CW)
-                    cells_KC[0, k] -= scratch_CW.sum(1)
+                        stats.peak_C1 = draft_CW.amax(1, keepdim=True)
+                    top1_C += (here_C1 & (draft_CW.gather(1, local_C1) >= stats.peak_C1)).squeeze(1)
+                    # Cross entropy: sum policy * (log normaliser - logit), all relative to the peak.
+                    draft_CW.sub_(stats.peak_C1)
+                    for columns, scratch_CW in _blocks(draft_CW, scratch):
+                        torch.mul(policy_CW[:, columns], draft_CW[:, columns], out=scratch_CW)
+                        loss_C -= scratch_CW.sum(1)
                     draft_CW.exp_()
-                    torch.minimum(policy_CW, draft_CW, out=scratch_CW)
-                    cells_KC[1, k] += scratch_CW.sum(1)
-                    if tile.start == 0:
-                        top_C = stats.argmax_C if vocab_map_U is None else vocab_map_U[stats.argmax_C]
-                        cells_KC[2, k] = (top_C == teacher.argmax_C).to(dtype)
+                    if whole_U:
+                        stats.sum_C1 = draft_CW.sum(1, keepdim=True)
+                    loss_C += policy_sum_C * stats.sum_C1.log().squeeze(1)
+                    draft_CW.mul_(1 / stats.sum_C1)
+                    for columns, scratch_CW in _blocks(draft_CW, scratch):
+                        torch.minimum(policy_CW[:, columns], draft_CW[:, columns], out=scratch_CW)
+                        alpha_C += scratch_CW.sum(1)
                     if not (wants_hidden or wants_head):
                         continue
-                    # Gradient of the logits: mass * draft - policy, rescaled if renormalised.
+                    # Gradient of the logits: mass * draft - target, with the weight of the pair.
                     weight_C1 = (coef_K[k] * counts_KC[k]).unsqueeze(1)
-                    if renormalise:
-                        torch.mul(policy_CW, inverse_mass_C1, out=scratch_CW)
-                        draft_CW.sub_(scratch_CW).mul_(weight_C1 * (mass_C1 > 0))
-                    else:
-                        draft_CW.mul_(mass_C1).sub_(policy_CW).mul_(weight_C1)
+                    target_weight_C1 = weight_C1 if target_scale_C1 is None else weight_C1 * target_scale_C1
+                    draft_CW.mul_(weight_C1 * target_mass_C1).addcmul_(policy_CW, target_weight_C1, value=-1)
                     if grad_KCD:
                         _add_product(grad_KCD[k], draft_CW, head_UD[tile])
                     if grad_head_UD is not None:
                         _add_product(grad_head_UD[tile], draft_CW.T, hidden_CD)
 
-            if renormalise:
-                cells_KC[0] *= inverse_mass_C1.T
-            cells_KC *= counts_KC
+            if target_scale_C1 is not None:
+                cells_KC3[..., 0] *= target_scale_C1.T
+            cells_KC3 *= counts_KC.unsqueeze(2)
             for k, rows_C in enumerate(rows_KC):
                 index_C = rows_C.clamp(min=0)  # an uncounted pair adds zero to row 0
-                loss_KT[k].index_add_(0, index_C, cells_KC[0, k])
-                alpha_KT[k].index_add_(0, index_C, cells_KC[1, k])
-                top1_KT[k].index_add_(0, index_C, cells_KC[2, k])
+                loss_KT[k].index_add_(0, index_C, cells_KC3[k, :, 0])
+                alpha_KT[k].index_add_(0, index_C, cells_KC3[k, :, 1])
+                top1_KT[k].index_add_(0, index_C, cells_KC3[k, :, 2])
                 counted_KT[k].index_add_(0, index_C, counts_KC[k])
                 if grad_hidden:
                     grad_hidden[k].index_add_(0, index_C, grad_KCD[k].to(hidden_KTD[k].dtype))
@@ -387,8 +405,8 @@ def _teacher_tile(
     if vocab_map_U is None:
         _product_into(out_CW, teacher_CD, teacher_head_VD[tile])
         return
-    size = max(1, TILE_BYTES // (teacher_head_VD.shape[1] * teacher_head_VD.element_size()))
     ids_W = vocab_map_U[tile]
+    size = SCRATCH_BYTES // (teacher_head_VD.shape[1] * teacher_head_VD.element_size())
     for part in _tiles(len(ids_W), size):
         _product_into(out_CW[:, part], teacher_CD, teacher_head_VD[ids_W[part]])
 
@@ -398,21 +416,22 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, labels_T: Tensor, temperature: float, chunk: int):
         dtype = torch.float64 if head_VD.dtype == torch.float64 else torch.float32
         num_rows, vocab = hidden_TD.shape[0], head_VD.shape[0]
-        rows, size = _plan(num_rows, chunk, vocab, dtype.itemsize)
+        cells = LOGITS_BYTES // dtype.itemsize
+        rows = max(1, min(num_rows, chunk, cells // min(vocab, 1024)))
+        size = max(1, min(vocab, cells // rows))
         logits = torch.empty(rows * size, dtype=dtype, device=hidden_TD.device)
-        scratch = torch.empty_like(logits)
+        scratch = logits.new_empty(max(rows, min(rows * size, SCRATCH_BYTES // dtype.itemsize)))
         logp_T = torch.empty(num_rows, dtype=dtype, device=hidden_TD.device)
         lse_T = torch.empty_like(logp_T)
         for part in _tiles(num_rows, rows):
             x_CD, labels_C1 = hidden_TD[part].to(head_VD.dtype), labels_T[part].unsqueeze(1)
-            running = _Running.start(len(x_CD), logits, False)
+            running = _Running.start(len(x_CD), logits)
             label_C1 = logits.new_zeros(len(x_CD), 1)
             for tile in _tiles(vocab, size):
-                width = tile.stop - tile.start
-                logits_CW = _buffer(logits, len(x_CD), width)
+                logits_CW = _buffer(logits, len(x_CD), tile.stop - tile.start)
                 _product_into(logits_CW, x_CD, head_VD[tile])
                 logits_CW.mul_(1 / temperature)
-                running.add(logits_CW, tile.start, _buffer(scratch, len(x_CD), width), None)
+                running.add(logits_CW, tile.start, scratch)
                 inside_C1, local_C1 = _inside(labels_C1, tile)
                 label_C1 = torch.where(inside_C1, logits_CW.gather(1, local_C1), label_C1)
             lse_T[part] = running.logsumexp_C1.squeeze(1)
