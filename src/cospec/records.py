@@ -7,7 +7,7 @@ Shape suffixes (logical shapes; docstrings say how a tensor is sharded):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ class Batch:
     rollout_logp: Tensor  # float32, see Document
 
     def to(self, device: torch.device) -> Batch:
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.__dict__.items()}
-        return Batch(**moved)
+        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)})
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def run_rl(config: RunConfig) -> None:
         log.note(describe(learner))
         warm_start(learner, task, log)
         engine = build_engine(config, learner, max_prompt=task.max_prompt_tokens)
-        static_draft = full_state(learner.draft) if learner.draft is not None else None
+        static_draft = full_state(learner.draft.draft) if learner.draft is not None else None
         evaluator = Evaluator(config, task, engine, learner, static_draft, log)
         refit(engine, learner, version=0)
         evaluator.run(step=0)
@@ -93,7 +93,6 @@ def warm_start(learner: Learner, task: Task, log: MetricsLog) -> None:
             learner,
             policy_optim=Optimizer(learner.runner.parts, warm.policy_optim, warm.policy_steps),
             draft=None,
-            draft_optim=None,
         )
         for step in range(warm.policy_steps):
             first = step * warm.batch_documents
@@ -101,7 +100,8 @@ def warm_start(learner: Learner, task: Task, log: MetricsLog) -> None:
             log.phase("warm start, policy", step, warm.policy_steps, policy_loss=stats.policy_loss)
     if warm.draft_steps and learner.draft is not None:
         log.note(f"warm start: {warm.draft_steps} draft steps on the frozen policy's features")
-        pupil = replace(learner, draft_optim=Optimizer([learner.draft], warm.draft_optim, warm.draft_steps))
+        optim = Optimizer([learner.draft.draft], warm.draft_optim, warm.draft_steps)
+        pupil = replace(learner, draft=replace(learner.draft, optim=optim))
         for step in range(warm.draft_steps):
             first = step * warm.draft_batch_documents
             documents = [task.demonstration(first + i) for i in range(warm.draft_batch_documents)]

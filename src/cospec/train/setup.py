@@ -14,6 +14,7 @@ from cospec.export.eagle3 import load_draft
 from cospec.mesh import Mesh, build_mesh, choose_dtype, close_mesh
 from cospec.policy.build import build_policy
 from cospec.policy.runner import SequentialRunner
+from cospec.train.draft_side import DraftSide
 from cospec.train.optim import Optimizer
 from cospec.train.step import Learner
 
@@ -35,15 +36,15 @@ def build_learner(config: RunConfig, mesh: Mesh, *, total_steps: int | None = No
     dtype = choose_dtype(config.train.dtype, mesh.device)
     steps = config.train.steps if total_steps is None else total_steps
     policy = build_policy(config.policy, mesh, seed=config.seed, device=mesh.device, dtype=dtype)
-    draft, draft_optim = None, None
+    draft = None
     if config.draft.enabled:
         checkpoint = load_draft(config.draft.init) if config.draft.init is not None else None
-        draft = attach_draft(
+        model = attach_draft(
             policy, config.draft, mesh=mesh, seed=config.seed, checkpoint=checkpoint, device=mesh.device, dtype=dtype
         )
-        draft_optim = Optimizer([draft], config.draft_optim, steps)
-    runner = SequentialRunner(policy, mesh, config.attention, draft.config.tap_layers if draft is not None else ())
-    return Learner(config, mesh, runner, Optimizer(runner.parts, config.policy_optim, steps), draft, draft_optim)
+        draft = DraftSide(config, mesh, model, Optimizer([model], config.draft_optim, steps))
+    runner = SequentialRunner(policy, mesh, config.attention, draft.draft.config.tap_layers if draft else ())
+    return Learner(config, mesh, runner, Optimizer(runner.parts, config.policy_optim, steps), draft)
 
 
 def describe(learner: Learner) -> str:
@@ -52,6 +53,8 @@ def describe(learner: Learner) -> str:
     policy = sum(p.numel() for part in learner.runner.parts for p in part.parameters())
     text = f"policy {policy / 1e6:.2f} M parameters"
     if learner.draft is not None:
-        draft = sum(p.numel() for p in learner.draft.parameters())
-        text += f", draft {draft / 1e6:.2f} M reading layers {', '.join(map(str, learner.draft.config.tap_layers))}"
+        draft = sum(p.numel() for p in learner.draft.draft.parameters())
+        text += (
+            f", draft {draft / 1e6:.2f} M reading layers {', '.join(map(str, learner.draft.draft.config.tap_layers))}"
+        )
     return f"{text}; {mesh.device.type}, pp {mesh.pp_size} x dp {mesh.dp_size} x cp {mesh.cp_size}"

@@ -1,0 +1,103 @@
+"""The draft's half of a step: which pairs count, passes and loss of a row, the update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cospec.config import RunConfig
+from cospec.draft.eagle3 import Eagle3Draft
+from cospec.draft.ttt import pairs
+from cospec.mesh import Mesh
+from cospec.ops.losses import draft_loss
+from cospec.ops.shift import with_halo
+from cospec.records import Batch, Taps
+from cospec.train.optim import Optimizer, clip_, global_norm
+
+
+@dataclass
+class DraftSide:
+    """A draft and its optimizer on one mesh."""
+
+    config: RunConfig
+    mesh: Mesh
+    draft: Eagle3Draft
+    optim: Optimizer
+
+    def pairs(self, batch: Batch) -> Tensor:
+        """int64 [K, S]: which (pass, row) pairs of the local rows count; see draft.ttt.pairs."""
+        config = self.config.draft
+        t2d = self.draft.t2d if config.drop_labels_outside_vocab else None
+        return pairs(batch, num_passes=config.num_passes, cp_group=self.mesh.cp_group, t2d=t2d)
+
+    def forward_backward(
+        self, batch: Batch, pairs_KS: Tensor, taps: Taps, policy_head_VD: Tensor, coef_K: Tensor
+    ) -> Tensor:
+        """K passes over one row, their loss and its backward.
+
+        Returns this row's sums for `update`, one float64 vector: they add up over rows.
+        """
+        config, group = self.config, self.mesh.cp_group
+        num_passes = config.draft.num_passes
+        hidden_KTD = self.draft(
+            taps,
+            batch,
+            num_passes=num_passes,
+            cp_group=group,
+            mode=config.attention.cp_mode,
+            kernel=None if config.attention.kernel == "auto" else config.attention.kernel,
+            checkpoint=config.draft.checkpoint_passes,
+        )
+        result = draft_loss(
+            hidden_KTD,
+            self.draft.lm_head.weight,
+            with_halo(taps.final_hidden, batch.layout, num_passes, cp_group=group),
+            policy_head_VD.detach(),
+            pairs_KS,
+            coef_K,
+            vocab_map_U=self.draft.policy_ids,
+            chunk=config.draft.loss_chunk,
+            renormalise=config.draft.renormalise_teacher,
+        )
+        # The added zeros keep the graph of a rank without counted pairs, so that it runs the
+        # same collectives in backward as its peers.
+        (result.loss + sum(0.0 * h.sum() for h in hidden_KTD)).backward()
+        sums = [result.loss_sum, result.alpha_sum, result.top1_sum, result.count]
+        return torch.cat([*sums, result.length_sum.view(1), result.length_count.view(1)]).to(torch.float64)
+
+    def update(self, sums: Tensor, coef_K: Tensor, step: int) -> dict:
+        """Reduce the figures over the mesh, clip, update; returns the draft's fields of StepStats.
+
+        A non-finite loss or norm skips the update and is reported: the policy's goes on.
+        """
+        num_passes = self.config.draft.num_passes
+        totals = self.mesh.sum(sums).cpu()
+        loss_sum, alpha, top1, count = totals[: 4 * num_passes].view(4, num_passes)
+        length_sum, length_count = totals[4 * num_passes :].tolist()
+        loss = (coef_K.cpu().double() * loss_sum).sum().item()
+        norm = global_norm(self.optim.params, self.mesh)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            clip_(self.optim.params, norm, self.optim.config.clip_norm)
+            self.optim.step(step)
+        return {
+            "draft_loss": loss,
+            "draft_grad_norm": norm,
+            "draft_acceptance": tuple((alpha / count).tolist()),
+            "draft_top1": tuple((top1 / count).tolist()),
+            "draft_simulated_acceptance_length": length_sum / length_count if length_count else float("nan"),
+            "draft_skipped": not finite,
+        }
+
+
+def pass_coefficients(count_K: Tensor, decay: float) -> Tensor:
+    """float32 [K]: what multiplies the loss sum of each pass.
+
+    `L = sum_k w_k S_k / N_k / sum_k w_k` with `w_k = decay**k`; a pass without pairs adds 0.
+    """
+    weight_K = decay ** torch.arange(count_K.numel(), dtype=torch.float64)
+    coef_K = torch.where(count_K > 0, weight_K / count_K.clamp(min=1), 0.0) / weight_K.sum()
+    return coef_K.to(torch.float32)
