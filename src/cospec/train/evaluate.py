@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from cospec.config import RunConfig
 from cospec.rl.tasks import Task
@@ -52,7 +50,7 @@ class Evaluator:
                 refit(self.engine, self.learner, version, draft_state=self.static_draft)
                 row["acceptance_length_static"] = acceptance_length(self._roll_out().rollouts)
                 refit(self.engine, self.learner, version)
-        with speculation(self.engine, 0):
+        with self.engine.speculation(0):
             row["acceptance_length_none"] = acceptance_length(self._roll_out().rollouts)
         self.rows.append(row)
         self.log.evaluation(row)
@@ -68,7 +66,7 @@ class Evaluator:
         params = sampling(self.config, self.task)
         for _ in range(repeats):
             for k in depths:
-                with speculation(self.engine, k):
+                with self.engine.speculation(k):
                     started = time.perf_counter()
                     rollouts = self.engine.generate([p.token_ids for p in prompts], params)
                     seconds[k].append(time.perf_counter() - started)
@@ -94,16 +92,3 @@ class Evaluator:
             self.learner.mesh,
             first_sample=_EVAL_SAMPLES,
         )
-
-
-@contextmanager
-def speculation(engine: NativeEngine, num_draft_tokens: int) -> Iterator[None]:
-    """Another chain length for a while; 0 is plain decoding, without the draft's catching up."""
-    before = engine.num_draft_tokens, engine.proposer
-    engine.num_draft_tokens = num_draft_tokens
-    if num_draft_tokens == 0:
-        engine.proposer = None
-    try:
-        yield
-    finally:
-        engine.num_draft_tokens, engine.proposer = before
