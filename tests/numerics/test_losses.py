@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cospec.ops import losses, reference
+from cospec.ops import losses, reference, tiling
 from cospec.ops.losses import draft_loss, token_logprobs
 
 FIELDS = ("loss", "loss_sum", "alpha_sum", "top1_sum", "count", "length_sum", "length_count")
@@ -81,8 +82,8 @@ def test_matches_oracle(passes, draft_vocab, renormalise, dtype):
 
 def shrink(monkeypatch, cells, min_rows):
     """Buffers of so many float64, so that small cases take the paths of large vocabularies."""
-    monkeypatch.setattr(losses, "LOGITS_BYTES", 8 * cells)
-    monkeypatch.setattr(losses, "SCRATCH_BYTES", 8 * max(40, cells // 3))
+    monkeypatch.setattr(tiling, "LOGITS_BYTES", 8 * cells)
+    monkeypatch.setattr(tiling, "SCRATCH_BYTES", 8 * max(40, cells // 3))
     monkeypatch.setattr(losses, "_MIN_ROWS", min_rows)
 
 
@@ -103,6 +104,45 @@ def test_tiles_in_lower_precision(monkeypatch, dtype):
     shrink(monkeypatch, 150, 2)
     case = make_case(vocab=257, draft_vocab=100, dtype=dtype)
     assert_same(run(draft_loss, case), run(reference.draft_loss, case), TOLERANCE[dtype])
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.mark.parametrize("draft_vocab", [2000, 1000])
+def test_no_whole_logits(monkeypatch, draft_vocab):
+    """No tensor grows with rows x vocabulary, forward or backward."""
+    shrink(monkeypatch, 8000, 64)
+    case = make_case(rows=400, vocab=2000, draft_vocab=draft_vocab)
+    with LargestTensor() as largest:
+        run(draft_loss, case)
+    assert 4000 <= largest.numel <= max(8000, 2000 * 8)  # a buffer, or a head
+    hidden, head = case["teacher_SD"].requires_grad_(), case["teacher_head_VD"].requires_grad_()
+    with LargestTensor() as largest:
+        token_logprobs(hidden, head, torch.zeros(len(hidden), dtype=torch.int64)).sum().backward()
+    assert largest.numel <= 2000 * 8
+
+
+def test_large_scores_stay_finite():
+    """Logits of 1e4: one token has all the mass, the rest underflows to zero."""
+    case = make_case(dtype=torch.float32)
+    case["teacher_head_VD"] *= 1e4
+    case["head_UD"] = (case["head_UD"] * 1e4).detach()
+    out, grads = run(draft_loss, case)
+    want, want_grads = run(reference.draft_loss, case)
+    assert torch.isfinite(out["loss"])
+    assert abs(out["loss"] - want["loss"]) < 1e-2 * want["loss"]
+    for got, expected in zip(grads, want_grads, strict=True):
+        assert torch.isfinite(got).all()
+        assert (got - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_mixed_dtypes_take_the_heads():

@@ -5,26 +5,20 @@ the vocabulary with a running logsumexp. `draft_loss` forms its gradients in the
 `token_logprobs` recomputes a tile in backward, since its upstream gradient is per token.
 
 Letters beyond the legend of cospec.records: S teacher rows, C rows of a chunk,
-W columns of a vocabulary tile.
+W columns of a vocabulary tile. The machinery of tiles is in ops.tiling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cospec.ops import tiling
+from cospec.ops.tiling import Running, add_product, blocks, buffer, product_into, sweep, tiles
 from cospec.records import DraftOutput
-
-LOGITS_BYTES = 18 << 20
-"""Size of one logits buffer; the draft loss holds two, of policy and of draft."""
-
-SCRATCH_BYTES = 4 << 20
-"""Size of the scratch of elementwise steps, and of other temporaries. With the rows that
-are gathered for all passes (twice at most twice this) the whole stays below 64 MiB."""
 
 _MIN_ROWS = 64
 """Below this many rows a matrix product waits for the head's memory: then it is cheaper to
@@ -132,107 +126,6 @@ def _check_draft_inputs(hidden_KTD, head_UD, teacher_SD, teacher_head_VD, rows_K
         raise ValueError(f"chunk={chunk} must be >= 1")
 
 
-def _tiles(total: int, size: int) -> list[slice]:
-    return [slice(i, min(i + size, total)) for i in range(0, total, max(1, size))]
-
-
-def _product_into(out_CW: Tensor, x_CD: Tensor, weight_WD: Tensor) -> None:
-    """out = x @ weight.T without rounding to a narrower dtype than out's."""
-    if weight_WD.dtype == out_CW.dtype:
-        torch.mm(x_CD, weight_WD.T, out=out_CW)
-    elif out_CW.is_cuda and weight_WD.element_size() == 2:
-        if out_CW.is_contiguous():
-            torch.mm(x_CD, weight_WD.T, out_dtype=out_CW.dtype, out=out_CW)
-        else:
-            out_CW.copy_(torch.mm(x_CD, weight_WD.T, out_dtype=out_CW.dtype))
-    else:  # no such product here: widen the weight a few rows at a time
-        x_CD = x_CD.to(out_CW.dtype)
-        for part in _parts(weight_WD, out_CW):
-            torch.mm(x_CD, weight_WD[part].to(out_CW.dtype).T, out=out_CW[:, part])
-
-
-def _add_product(out: Tensor, grad: Tensor, b: Tensor) -> None:
-    """out += grad @ b for a float32 or float64 grad; b may be narrower."""
-    if b.dtype == out.dtype:
-        out.addmm_(grad, b)
-    elif out.is_cuda and b.element_size() == 2:
-        for part in _parts(out, out):
-            out[part] += torch.mm(grad[part].to(b.dtype), b, out_dtype=out.dtype)
-    else:
-        for part in _parts(b, out):
-            out.addmm_(grad[:, part], b[part].to(out.dtype))
-
-
-def _parts(rows: Tensor, like: Tensor) -> list[slice]:
-    """Blocks of rows that take at most SCRATCH_BYTES in the dtype of `like`."""
-    return _tiles(rows.shape[0], SCRATCH_BYTES // (rows.shape[1] * like.element_size()))
-
-
-@dataclass
-class _Running:
-    """Running logsumexp over blocks of columns; the argmax and the sum over a subset if asked for."""
-
-    peak_C1: Tensor
-    sum_C1: Tensor
-    argmax_C1: Tensor | None
-    subset_C1: Tensor | None
-
-    @classmethod
-    def start(cls, rows: int, like: Tensor, *, argmax: bool = False, subset: bool = False) -> _Running:
-        return cls(
-            like.new_full((rows, 1), float("-inf")),
-            like.new_zeros(rows, 1),
-            torch.zeros(rows, 1, dtype=torch.int64, device=like.device) if argmax else None,
-            like.new_zeros(rows, 1) if subset else None,
-        )
-
-    def add(self, logits_CW: Tensor, offset: int, scratch: Tensor, in_subset_V: Tensor | None = None) -> None:
-        """Take in the columns `offset`, `offset + 1`, ... of the rows."""
-        for columns, scratch_CW in _blocks(logits_CW, scratch):
-            block_CW, first = logits_CW[:, columns], offset + columns.start
-            if self.argmax_C1 is None:
-                top_C1 = block_CW.amax(1, keepdim=True)
-            else:
-                top_C1, index_C1 = block_CW.max(1, keepdim=True)
-                self.argmax_C1 = torch.where(top_C1 > self.peak_C1, index_C1 + first, self.argmax_C1)
-            peak_C1 = torch.maximum(top_C1, self.peak_C1)
-            rescale_C1 = (self.peak_C1 - peak_C1).exp_()
-            torch.sub(block_CW, peak_C1, out=scratch_CW).exp_()
-            self.sum_C1 = self.sum_C1 * rescale_C1 + scratch_CW.sum(1, keepdim=True)
-            if self.subset_C1 is not None and in_subset_V is not None:
-                inside_W1 = in_subset_V[first : first + block_CW.shape[1]].unsqueeze(1)
-                self.subset_C1 = self.subset_C1 * rescale_C1 + scratch_CW @ inside_W1
-            self.peak_C1 = peak_C1
-
-    @property
-    def logsumexp_C1(self) -> Tensor:
-        return self.peak_C1 + self.sum_C1.log()
-
-    @property
-    def mass_C1(self) -> Tensor:
-        """Share of the probability that lies in the subset; 1 without one."""
-        return torch.ones_like(self.sum_C1) if self.subset_C1 is None else self.subset_C1 / self.sum_C1
-
-
-def _buffer(flat: Tensor, rows: int, cols: int) -> Tensor:
-    return flat[: rows * cols].view(rows, cols)
-
-
-def _blocks(x_CW: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of columns that fit the scratch, each with its share of it."""
-    rows = x_CW.shape[0]
-    for columns in _tiles(x_CW.shape[1], scratch.numel() // rows):
-        yield columns, _buffer(scratch, rows, columns.stop - columns.start)
-
-
-def _sweep(running: _Running, x_CD: Tensor, head_VD: Tensor, size: int, logits: Tensor, scratch: Tensor, **kw) -> None:
-    """All logits of the rows into `running`, `size` columns at a time; the last tile stays in the buffer."""
-    for tile in _tiles(head_VD.shape[0], size):
-        logits_CW = _buffer(logits, x_CD.shape[0], tile.stop - tile.start)
-        _product_into(logits_CW, x_CD, head_VD[tile])
-        running.add(logits_CW, tile.start, scratch, **kw)
-
-
 def _gather(x_TD: Tensor, rows_C: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of x, zero where the index is -1."""
     return x_TD.index_select(0, rows_C.clamp(min=0)).to(dtype).masked_fill_((rows_C < 0).unsqueeze(1), 0)
@@ -262,8 +155,8 @@ class _DraftLoss(torch.autograd.Function):
         # Only the teacher rows that some pass needs, as many at a time as let the draft's
         # logits of a pass stay whole, if that is enough rows.
         wanted_S = (rows_KS >= 0).any(0).nonzero().squeeze(1)
-        cells = LOGITS_BYTES // dtype.itemsize
-        fit = 2 * SCRATCH_BYTES // (dim * dtype.itemsize * num_passes)
+        cells = tiling.LOGITS_BYTES // dtype.itemsize
+        fit = 2 * tiling.SCRATCH_BYTES // (dim * dtype.itemsize * num_passes)
         chunk_rows = max(1, min(len(wanted_S), chunk, fit))
         if cells // vocab_U >= min(chunk_rows, _MIN_ROWS):
             chunk_rows = min(chunk_rows, cells // vocab_U)
@@ -272,7 +165,7 @@ class _DraftLoss(torch.autograd.Function):
         logits = torch.empty(chunk_rows * max(size_V, size_U), dtype=dtype, device=device)
         policy = torch.empty(chunk_rows * size_U, dtype=dtype, device=device)
         scratch = torch.empty(
-            max(chunk_rows, min(logits.numel(), SCRATCH_BYTES // dtype.itemsize)), dtype=dtype, device=device
+            max(chunk_rows, min(logits.numel(), tiling.SCRATCH_BYTES // dtype.itemsize)), dtype=dtype, device=device
         )
 
         wants_hidden = grad_enabled and any(ctx.needs_input_grad[-num_passes:])
@@ -292,8 +185,8 @@ class _DraftLoss(torch.autograd.Function):
             wanted_C = wanted_S[begin : begin + chunk_rows]
             num_rows, rows_KC = len(wanted_C), rows_KS[:, wanted_C]
             teacher_CD = teacher_SD[wanted_C].to(teacher_head_VD.dtype)
-            teacher = _Running.start(num_rows, logits, argmax=True, subset=vocab_map_U is not None)
-            _sweep(teacher, teacher_CD, teacher_head_VD, size_V, logits, scratch, in_subset_V=in_draft_V)
+            teacher = Running.start(num_rows, logits, argmax=True, subset=vocab_map_U is not None)
+            sweep(teacher, teacher_CD, teacher_head_VD, size_V, logits, scratch, in_subset_V=in_draft_V)
             teacher_lse_C1, mass_C1 = teacher.logsumexp_C1, teacher.mass_C1
             # The policy's best token as the draft numbers it, -1 outside its vocabulary.
             best_C1 = teacher.argmax_C1 if draft_id_V is None else draft_id_V[teacher.argmax_C1]
@@ -304,22 +197,22 @@ class _DraftLoss(torch.autograd.Function):
 
             hidden_KCD = [_gather(h, r, matmul_dtype) for h, r in zip(hidden_KTD, rows_KC, strict=True)]
             counts_KC = (rows_KC >= 0).to(dtype)
-            stats_K = [_Running.start(num_rows, logits) for _ in hidden_KCD]
+            stats_K = [Running.start(num_rows, logits) for _ in hidden_KCD]
             if not whole_U:  # then not whole_V either: no teacher logits are lost here
                 for stats, hidden_CD in zip(stats_K, hidden_KCD, strict=True):
-                    _sweep(stats, hidden_CD, head_UD, size_U, logits, scratch)
+                    sweep(stats, hidden_CD, head_UD, size_U, logits, scratch)
             cells_KC3 = logits.new_zeros(num_passes, num_rows, 3)  # loss, alpha, top-1
             grad_KCD = [logits.new_zeros(num_rows, dim) for _ in grad_hidden]
 
-            for tile in _tiles(vocab_U, size_U):
+            for tile in tiles(vocab_U, size_U):
                 width = tile.stop - tile.start
-                policy_CW = _buffer(policy, num_rows, width)
+                policy_CW = buffer(policy, num_rows, width)
                 if not whole_V:
                     _teacher_tile(policy_CW, teacher_CD, teacher_head_VD, tile, vocab_map_U)
                 elif vocab_map_U is None:
-                    policy_CW.copy_(_buffer(logits, num_rows, vocab_V)[:, tile])
+                    policy_CW.copy_(buffer(logits, num_rows, vocab_V)[:, tile])
                 else:
-                    torch.index_select(_buffer(logits, num_rows, vocab_V), 1, vocab_map_U[tile], out=policy_CW)
+                    torch.index_select(buffer(logits, num_rows, vocab_V), 1, vocab_map_U[tile], out=policy_CW)
                 policy_CW.sub_(teacher_lse_C1).exp_()
                 policy_sum_C = policy_CW.sum(1)
                 here_C1 = (best_C1 >= tile.start) & (best_C1 < tile.stop)
@@ -327,14 +220,14 @@ class _DraftLoss(torch.autograd.Function):
 
                 for k, (hidden_CD, stats) in enumerate(zip(hidden_KCD, stats_K, strict=True)):
                     loss_C, alpha_C, top1_C = cells_KC3[k].unbind(1)
-                    draft_CW = _buffer(logits, num_rows, width)
-                    _product_into(draft_CW, hidden_CD, head_UD[tile])
+                    draft_CW = buffer(logits, num_rows, width)
+                    product_into(draft_CW, hidden_CD, head_UD[tile])
                     if whole_U:
                         stats.peak_C1 = draft_CW.amax(1, keepdim=True)
                     top1_C += (here_C1 & (draft_CW.gather(1, local_C1) >= stats.peak_C1)).squeeze(1)
                     # Cross entropy: sum policy * (log normaliser - logit), all relative to the peak.
                     draft_CW.sub_(stats.peak_C1)
-                    for columns, scratch_CW in _blocks(draft_CW, scratch):
+                    for columns, scratch_CW in blocks(draft_CW, scratch):
                         torch.mul(policy_CW[:, columns], draft_CW[:, columns], out=scratch_CW)
                         loss_C -= scratch_CW.sum(1)
                     draft_CW.exp_()
@@ -342,7 +235,7 @@ class _DraftLoss(torch.autograd.Function):
                         stats.sum_C1 = draft_CW.sum(1, keepdim=True)
                     loss_C += policy_sum_C * stats.sum_C1.log().squeeze(1)
                     draft_CW.mul_(1 / stats.sum_C1)
-                    for columns, scratch_CW in _blocks(draft_CW, scratch):
+                    for columns, scratch_CW in blocks(draft_CW, scratch):
                         torch.minimum(policy_CW[:, columns], draft_CW[:, columns], out=scratch_CW)
                         alpha_C += scratch_CW.sum(1)
                     if not (wants_hidden or wants_head):
@@ -352,9 +245,9 @@ class _DraftLoss(torch.autograd.Function):
                     target_weight_C1 = weight_C1 if target_scale_C1 is None else weight_C1 * target_scale_C1
                     draft_CW.mul_(weight_C1 * target_mass_C1).addcmul_(policy_CW, target_weight_C1, value=-1)
                     if grad_KCD:
-                        _add_product(grad_KCD[k], draft_CW, head_UD[tile])
+                        add_product(grad_KCD[k], draft_CW, head_UD[tile])
                     if grad_head_UD is not None:
-                        _add_product(grad_head_UD[tile], draft_CW.T, hidden_CD)
+                        add_product(grad_head_UD[tile], draft_CW.T, hidden_CD)
 
             if target_scale_C1 is not None:
                 cells_KC3[..., 0] *= target_scale_C1.T
@@ -403,12 +296,12 @@ def _teacher_tile(
 ) -> None:
     """Teacher logits of the tile's draft tokens; head rows are gathered a few at a time."""
     if vocab_map_U is None:
-        _product_into(out_CW, teacher_CD, teacher_head_VD[tile])
+        product_into(out_CW, teacher_CD, teacher_head_VD[tile])
         return
     ids_W = vocab_map_U[tile]
-    size = SCRATCH_BYTES // (teacher_head_VD.shape[1] * teacher_head_VD.element_size())
-    for part in _tiles(len(ids_W), size):
-        _product_into(out_CW[:, part], teacher_CD, teacher_head_VD[ids_W[part]])
+    size = tiling.SCRATCH_BYTES // (teacher_head_VD.shape[1] * teacher_head_VD.element_size())
+    for part in tiles(len(ids_W), size):
+        product_into(out_CW[:, part], teacher_CD, teacher_head_VD[ids_W[part]])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -416,20 +309,20 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, labels_T: Tensor, temperature: float, chunk: int):
         dtype = torch.float64 if head_VD.dtype == torch.float64 else torch.float32
         num_rows, vocab = hidden_TD.shape[0], head_VD.shape[0]
-        cells = LOGITS_BYTES // dtype.itemsize
+        cells = tiling.LOGITS_BYTES // dtype.itemsize
         rows = max(1, min(num_rows, chunk, cells // min(vocab, 1024)))
         size = max(1, min(vocab, cells // rows))
         logits = torch.empty(rows * size, dtype=dtype, device=hidden_TD.device)
-        scratch = logits.new_empty(max(rows, min(rows * size, SCRATCH_BYTES // dtype.itemsize)))
+        scratch = logits.new_empty(max(rows, min(rows * size, tiling.SCRATCH_BYTES // dtype.itemsize)))
         logp_T = torch.empty(num_rows, dtype=dtype, device=hidden_TD.device)
         lse_T = torch.empty_like(logp_T)
-        for part in _tiles(num_rows, rows):
+        for part in tiles(num_rows, rows):
             x_CD, labels_C1 = hidden_TD[part].to(head_VD.dtype), labels_T[part].unsqueeze(1)
-            running = _Running.start(len(x_CD), logits)
+            running = Running.start(len(x_CD), logits)
             label_C1 = logits.new_zeros(len(x_CD), 1)
-            for tile in _tiles(vocab, size):
-                logits_CW = _buffer(logits, len(x_CD), tile.stop - tile.start)
-                _product_into(logits_CW, x_CD, head_VD[tile])
+            for tile in tiles(vocab, size):
+                logits_CW = buffer(logits, len(x_CD), tile.stop - tile.start)
+                product_into(logits_CW, x_CD, head_VD[tile])
                 logits_CW.mul_(1 / temperature)
                 running.add(logits_CW, tile.start, scratch)
                 inside_C1, local_C1 = _inside(labels_C1, tile)
@@ -449,22 +342,22 @@ class _TokenLogprobs(torch.autograd.Function):
         logits = torch.empty(rows * size, dtype=dtype, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_head_VD = torch.zeros(head_VD.shape, dtype=dtype, device=head_VD.device) if wants_head else None
-        for part in _tiles(hidden_TD.shape[0], rows):
+        for part in tiles(hidden_TD.shape[0], rows):
             x_CD, labels_C1 = hidden_TD[part].to(head_VD.dtype), labels_T[part].unsqueeze(1)
             grad_C1 = (grad_T[part].to(dtype) / temperature).unsqueeze(1)
             grad_CD = logits.new_zeros(x_CD.shape)
-            for tile in _tiles(head_VD.shape[0], size):
-                logits_CW = _buffer(logits, len(x_CD), tile.stop - tile.start)
-                _product_into(logits_CW, x_CD, head_VD[tile])
+            for tile in tiles(head_VD.shape[0], size):
+                logits_CW = buffer(logits, len(x_CD), tile.stop - tile.start)
+                product_into(logits_CW, x_CD, head_VD[tile])
                 logits_CW.mul_(1 / temperature).sub_(lse_T[part].unsqueeze(1)).exp_()
                 # d logp[label] / d logits = onehot - softmax
                 logits_CW.mul_(-grad_C1)
                 inside_C1, local_C1 = _inside(labels_C1, tile)
                 logits_CW.scatter_add_(1, local_C1, grad_C1 * inside_C1)
                 if grad_hidden_TD is not None:
-                    _add_product(grad_CD, logits_CW, head_VD[tile])
+                    add_product(grad_CD, logits_CW, head_VD[tile])
                 if grad_head_VD is not None:
-                    _add_product(grad_head_VD[tile], logits_CW.T, x_CD)
+                    add_product(grad_head_VD[tile], logits_CW.T, x_CD)
             if grad_hidden_TD is not None:
                 grad_hidden_TD[part] = grad_CD
         if grad_head_VD is not None:
