@@ -111,6 +111,12 @@ def added_memory(which: str, inputs: dict, chunk: int) -> int:
     return max(peak, resident_bytes()) - before - gradients
 
 
+def warm_up(inputs: dict) -> None:
+    """The libraries' own buffers for matrix products are nobody's added memory."""
+    x, head = inputs["hidden_KTD"][0].detach()[:256], inputs["head_UD"].detach()[:8192]
+    torch.zeros_like(x).addmm_(torch.mm(x, head.T), head)
+
+
 def floor_seconds(args, inputs: dict) -> float:
     """The matrix products that no implementation can leave out, at measured speed."""
     rows = min(args.tokens, 256)
@@ -155,6 +161,7 @@ def main() -> None:
 
     inputs = make_inputs(args, torch.device(args.device), getattr(torch, args.dtype))
     kinds = ["cospec"] if args.skip_plain else ["cospec", "plain"]
+    warm_up(inputs)
     # Memory first and ours before plain: an allocator that has grown hides what is asked of it.
     memory = {kind: added_memory(kind, inputs, args.chunk) for kind in kinds}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}

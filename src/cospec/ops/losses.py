@@ -60,7 +60,8 @@ def draft_loss(
 
     Numerics: softmax, loss and sums in float32 (float64 for float64 heads), also for
         bfloat16 inputs. The head's gradient is accumulated in float32.
-    Memory: under 64 MiB above inputs and gradients at V = 151936 for D <= 1024.
+    Memory: under 64 MiB above inputs and gradients at V = 151936, whatever T. The gradient
+        of a bfloat16 head counts as float32, and is rounded once at the end.
     Raises: ValueError for shapes that do not fit together.
     """
     hidden_KTD = tuple(hidden_KTD)
