@@ -29,7 +29,7 @@ def plain_loss(hidden_KTD, head_UD, teacher_SD, teacher_head_VD, rows_KS, coef_K
     with torch.no_grad():
         policy_SV = (teacher_SD @ teacher_head_VD.T).float().softmax(-1)
         policy_SU = policy_SV if vocab_map_U is None else policy_SV[:, vocab_map_U]
-    loss = 0.0
+    loss = head_UD.new_zeros((), dtype=torch.float32)
     for k, hidden_TD in enumerate(hidden_KTD):
         wanted = rows_KS[k] >= 0
         log_draft = (hidden_TD[rows_KS[k][wanted]] @ head_UD.T).float().log_softmax(-1)
