@@ -6,6 +6,7 @@ Recipes return a `RunConfig`; command-line flags override single fields
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,6 +100,28 @@ class Eagle3Config:
     """Keys a query sees, itself included; None means all."""
     own_embedding: bool = False
     """The draft carries `embed_tokens`; otherwise it shares the policy's table."""
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers 1, n//2 - 1 and n - 4, as public drafts use; for few layers the nearest distinct ones."""
+    require(num_layers >= 1, "policy.num_hidden_layers", num_layers, "must be >= 1")
+    count = min(3, num_layers)
+    chosen: list[int] = []
+    for i, wanted in enumerate((1, num_layers // 2 - 1, num_layers - 4)[:count]):
+        low = chosen[-1] + 1 if chosen else 0
+        high = num_layers - (count - i)  # leaves room for those that follow
+        chosen.append(min(max(wanted, low), high))
+    return tuple(chosen)
+
+
+def check_tap_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Raises ConfigError unless layers are 1 or more distinct, ascending ids in 0..num_layers-1."""
+    layers = tuple(int(i) for i in layers)
+    ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
+    in_range = all(0 <= i < num_layers for i in layers)
+    rule = f"must be distinct and ascending 0-based layers in 0..{num_layers - 1}"
+    require(bool(layers) and ascending and in_range, "draft.tap_layers", layers, rule)
+    return layers
 
 
 @dataclass(frozen=True, kw_only=True)

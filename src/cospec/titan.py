@@ -489,13 +489,13 @@ def policy_config(config: DecoderConfig) -> PolicyConfig:
         head_dim=attention.head_dim or config.dim // attention.n_heads,
         max_position_embeddings=rope.max_seq_len,
         rms_norm_eps=config.norm.eps,
-        rope=_rope_settings(rope),
+        rope=rope_settings(rope),
         tie_word_embeddings=config.enable_weight_tying,
         **sizes,
     )
 
 
-def _rope_settings(rope: RoPE.Config) -> RopeConfig:
+def rope_settings(rope: RoPE.Config) -> RopeConfig:
     if isinstance(rope, PolicyCosSinRoPE.Config | PolicyComplexRoPE.Config):
         return rope.settings
     if rope.scaling == "llama":

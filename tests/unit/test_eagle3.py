@@ -10,8 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from cospec import titan
-from cospec.config import ConfigError, DraftConfig, Eagle3Config, PolicyConfig, RopeConfig
-from cospec.draft.attach import attach_draft, check_fits, default_tap_layers, derive_config
+from cospec.config import ConfigError, DraftConfig, Eagle3Config, PolicyConfig, RopeConfig, default_tap_layers
+from cospec.draft.attach import attach_draft, check_fits, derive_config
 from cospec.draft.eagle3 import Eagle3Draft, RMSNorm, check_eagle3, init_draft
 from cospec.draft.rope import cos_sin, rotate
 

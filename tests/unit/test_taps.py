@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cospec.config import ConfigError, PolicyConfig
+from cospec.config import ConfigError, PolicyConfig, check_tap_layers, default_tap_layers
 from cospec.policy.build import build_policy
-from cospec.policy.taps import TapRecorder, check_tap_layers, default_tap_layers
+from cospec.policy.taps import TapRecorder
 from support.dense_context import DenseCausal
 
 TOKENS = torch.arange(9)[None]

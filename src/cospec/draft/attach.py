@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from cospec.config import ConfigError, DraftConfig, Eagle3Config, RopeConfig, require
+from cospec.config import (
+    ConfigError,
+    DraftConfig,
+    Eagle3Config,
+    check_tap_layers,
+    default_tap_layers,
+    require,
+)
 from cospec.draft.eagle3 import Eagle3Draft, init_draft
 from cospec.draft.vocab import check_vocab, vocab_maps
 from cospec.mesh import Mesh
+from cospec.titan import rope_settings
 
 
 def attach_draft(
@@ -75,29 +81,6 @@ def attach_draft(
     return draft
 
 
-def default_tap_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers 1, n//2 - 1 and n - 4, as public drafts read; shallow policies: the nearest distinct ones."""
-    require(num_layers >= 1, "policy.num_hidden_layers", num_layers, "must be >= 1")
-    count = min(3, num_layers)
-    layers: list[int] = []
-    for i, wanted in enumerate((1, num_layers // 2 - 1, num_layers - 4)[:count]):
-        lowest = layers[-1] + 1 if layers else 0
-        highest = num_layers - (count - i)  # leaves room for those that follow
-        layers.append(min(max(wanted, lowest), highest))
-    return tuple(layers)
-
-
-def check_tap_layers(layers: Sequence[int], num_layers: int) -> None:
-    """Raise ConfigError unless the layers are distinct, ascending and inside the policy."""
-    ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
-    require(
-        len(layers) > 0 and ascending and all(0 <= i < num_layers for i in layers),
-        "draft.tap_layers",
-        tuple(layers),
-        f"must be distinct, ascending 0-based layers in 0..{num_layers - 1}",
-    )
-
-
 def derive_config(policy_config, draft_cfg: DraftConfig) -> Eagle3Config:
     """The draft's shape: what `draft_cfg` leaves open is the policy's own."""
     attention = next(layer.attention for layer in policy_config.layers if getattr(layer, "attention", None) is not None)
@@ -126,7 +109,7 @@ def derive_config(policy_config, draft_cfg: DraftConfig) -> Eagle3Config:
         tap_layers=tuple(taps) if taps is not None else default_tap_layers(len(policy_config.layers)),
         rms_norm_eps=policy_config.norm.eps,
         max_position_embeddings=attention.rope.max_seq_len,
-        rope=_policy_rope(attention.rope),
+        rope=rope_settings(attention.rope),
         norm_before_residual=draft_cfg.norm_before_residual,
         norm_before_fc=draft_cfg.norm_before_fc,
         fc_norm=draft_cfg.fc_norm,
@@ -153,32 +136,6 @@ def check_fits(config: Eagle3Config, policy_config) -> None:
         f"the policy's vocabulary has {policy_config.vocab_size} tokens: the draft was made for another policy",
     )
     check_tap_layers(c.tap_layers, len(policy_config.layers))
-
-
-def _policy_rope(rope) -> RopeConfig:
-    settings = getattr(rope, "settings", None)
-    if settings is not None:
-        return settings
-    if rope.scaling == "llama":
-        return RopeConfig(
-            theta=rope.theta,
-            scaling="llama3",
-            factor=rope.scaling_factor,
-            low_freq_factor=rope.low_freq_factor,
-            high_freq_factor=rope.high_freq_factor,
-            original_max_position_embeddings=rope.original_max_position_embeddings,
-        )
-    if rope.scaling == "yarn" and rope.rope_factor > 1:
-        return RopeConfig(
-            theta=rope.theta,
-            scaling="yarn",
-            factor=rope.rope_factor,
-            beta_fast=rope.beta_fast,
-            beta_slow=rope.beta_slow,
-            original_max_position_embeddings=rope.original_seq_len,
-            truncate=rope.truncate,
-        )
-    return RopeConfig(theta=rope.theta)
 
 
 def _set_vocab(draft: Eagle3Draft, vocab: Tensor | None) -> None:
