@@ -198,6 +198,21 @@ def load(
     return {**manifest["progress"], "step": manifest["step"]}
 
 
+def check_definition(path: str | Path, definition: Mapping[str, Any]) -> dict[str, Any]:
+    """The `progress` of a checkpoint, with `step` added; nothing is loaded.
+
+    Raises CheckpointError as `load` does for what its manifest shows.
+    """
+    path = Path(path)
+
+    def check() -> dict[str, Any]:
+        manifest = read_manifest(path)
+        _check_definition(path, manifest["definition"], json.loads(json.dumps(definition)))
+        return {**manifest["progress"], "step": manifest["step"]}
+
+    return _together(check, str(path))
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Parse `checkpoint.json`; local, no other file is read."""
     if not path.is_dir():

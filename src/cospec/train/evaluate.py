@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 
+from torch import nn
+
 from cospec.config import RunConfig
 from cospec.rl.tasks import Task
 from cospec.rollout.engine import acceptance_length
@@ -21,8 +23,8 @@ class Evaluator:
     """Evaluates policy snapshots on held-out prompts, always the same prompts and random numbers.
 
     Args:
-        static_draft: full state of the draft as co-training found it, the control: it
-            reads the live policy's taps and embeddings but is not trained.
+        static_draft: the draft as co-training found it, the control: it reads the live
+            policy's taps and embeddings but is not trained. None: no control.
     """
 
     def __init__(
@@ -31,13 +33,12 @@ class Evaluator:
         task: Task,
         engine: NativeEngine,
         learner: Learner,
-        static_draft: dict | None,
+        static_draft: nn.Module | None,
         log: MetricsLog,
     ):
         self.config, self.task, self.engine, self.learner, self.log = config, task, engine, learner, log
-        self.static_draft = static_draft if config.eval.static_control else None
+        self.static_draft = static_draft
         self.prompts = task.eval_prompts(config.eval.prompts)
-        self.rows: list[dict] = []
 
     def run(self, step: int) -> dict:
         """Evaluate the policy that the engine holds; the engine is left as it was found."""
@@ -47,12 +48,11 @@ class Evaluator:
             row["acceptance_length_cotrained"] = acceptance_length(scored.rollouts)
             if self.static_draft is not None:
                 version = self.engine.policy_version
-                refit(self.engine, self.learner, version, draft_state=self.static_draft)
+                refit(self.engine, self.learner, version, draft_state=self.static_draft.state_dict())
                 row["acceptance_length_static"] = acceptance_length(self._roll_out().rollouts)
                 refit(self.engine, self.learner, version)
         with self.engine.speculation(0):
             row["acceptance_length_none"] = acceptance_length(self._roll_out().rollouts)
-        self.rows.append(row)
         self.log.evaluation(row)
         return row
 

@@ -6,12 +6,12 @@ warm start -> [ rollouts -> step -> refit ] x steps -> evaluation -> report
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from cospec.config import RunConfig
+from cospec.config import ConfigError, RunConfig, require
 from cospec.data.source import DocumentStream, read_jsonl, synthetic_documents
-from cospec.policy.build import full_state
 from cospec.records import Document, StepStats
 from cospec.rl.grpo import policy_loss
 from cospec.rl.tasks import Task, make_task
@@ -19,41 +19,53 @@ from cospec.train.evaluate import Evaluator
 from cospec.train.metrics import MetricsLog, step_row
 from cospec.train.optim import Optimizer
 from cospec.train.report import write_report
+from cospec.train.resume import Checkpoints, frozen_copy
 from cospec.train.rollouts import build_engine, refit, roll_out, rollout_row, sampling, to_documents
-from cospec.train.setup import build_learner, describe, open_mesh
+from cospec.train.setup import open_mesh, open_run
 from cospec.train.step import Learner, LossRows, cotrain_step, policy_logprobs
+
+WARM_POLICY, WARM_DRAFT, RUN = "warm start, policy", "warm start, draft", "steps"
 
 
 def run_rl(config: RunConfig) -> None:
     """Speculative RL rollouts, policy step, draft co-training and refit on one mesh."""
     task = make_task(config.rl.task, seed=config.seed)
     config = replace(config, policy=replace(config.policy, vocab_size=task.tokenizer.vocab_size))
-    with open_mesh(config) as mesh, MetricsLog(config, rank=mesh.world_rank) as log:
-        learner = build_learner(config, mesh)
-        log.note(describe(learner))
-        warm_start(learner, task, log)
+    longest = _check_lengths(config, task)
+    rl = config.rl
+    data = {"task": rl.task, "prompts_per_step": rl.prompts_per_step, "samples_per_prompt": rl.samples_per_prompt}
+    phases = (WARM_POLICY, WARM_DRAFT, RUN)
+    with (
+        open_mesh(config) as mesh,
+        open_run(config, mesh, data=data, phases=phases, longest=longest) as (learner, saves, log),
+    ):
+        warm_start(learner, task, log, saves)
+        static_draft = frozen_copy(learner.draft.draft) if learner.draft and config.eval.static_control else None
+        first_step = saves.enter(RUN, learner, static_draft) or 0
         engine = build_engine(config, learner, max_prompt=task.max_prompt_tokens)
-        static_draft = full_state(learner.draft.draft) if learner.draft is not None else None
         evaluator = Evaluator(config, task, engine, learner, static_draft, log)
-        refit(engine, learner, version=0)
-        evaluator.run(step=0)
-        params, group = sampling(config, task), config.rl.samples_per_prompt
-        for step in range(config.train.steps):
+        refit(engine, learner, version=first_step)
+        if saves.recorded_steps is None:
+            evaluator.run(step=0)
+            saves.save(RUN, 0, learner, static_draft)
+        params, group, steps = sampling(config, task), rl.samples_per_prompt, config.train.steps
+        for step in range(first_step, steps):
             started = time.perf_counter()
-            first = step * config.rl.prompts_per_step
-            prompts = [task.train_prompt(first + i) for i in range(config.rl.prompts_per_step) for _ in range(group)]
+            first = step * rl.prompts_per_step
+            prompts = [task.train_prompt(first + i) for i in range(rl.prompts_per_step) for _ in range(group)]
             scored = roll_out(engine, task, prompts, params, mesh, first_sample=first * group)
             row = rollout_row(scored, time.perf_counter() - started)
             stats = rl_updates(learner, to_documents(scored, config), step)
             begun = time.perf_counter()
             refit(engine, learner, version=step + 1)
             log.step(step, row | step_row(stats) | {"refit_s": time.perf_counter() - begun})
-            if config.eval.every and (step + 1) % config.eval.every == 0 and step + 1 < config.train.steps:
+            if step + 1 == steps or (config.eval.every and (step + 1) % config.eval.every == 0):
                 evaluator.run(step=step + 1)
-        evaluator.run(step=config.train.steps)
+            saves.step_done(RUN, step + 1, steps, learner, static_draft)
         speed = evaluator.speed()
         if mesh.world_rank == 0:
-            log.note(write_report(config.output_dir, rows=log.rows(), evaluations=evaluator.rows, speed=speed))
+            rows, evaluations = log.rows(), log.evaluations()
+            log.note(write_report(config.output_dir, rows=rows, evaluations=evaluations, speed=speed))
 
 
 def rl_updates(learner: Learner, documents: list[Document], step: int) -> StepStats:
@@ -84,43 +96,92 @@ def grpo_rows_loss(rows: LossRows, *, config: RunConfig):
     )
 
 
-def warm_start(learner: Learner, task: Task, log: MetricsLog) -> None:
+def warm_start(learner: Learner, task: Task, log: MetricsLog, saves: Checkpoints) -> None:
     """Teach the policy the task's format from demonstrations, then the draft the policy."""
     warm = learner.config.warm_start
-    if warm.policy_steps:
+    policy_optim = Optimizer(learner.runner.parts, warm.policy_optim, warm.policy_steps)
+    pupil = replace(learner, policy_optim=policy_optim, draft=None)
+    first_step = saves.enter(WARM_POLICY, pupil) if warm.policy_steps else None
+    if first_step is not None:
         log.note(f"warm start: {warm.policy_steps} supervised policy steps")
-        pupil = replace(
-            learner,
-            policy_optim=Optimizer(learner.runner.parts, warm.policy_optim, warm.policy_steps),
-            draft=None,
-        )
-        for step in range(warm.policy_steps):
-            first = step * warm.batch_documents
-            stats = cotrain_step(pupil, [task.demonstration(first + i) for i in range(warm.batch_documents)], step=step)
-            log.phase("warm start, policy", step, warm.policy_steps, policy_loss=stats.policy_loss)
-    if warm.draft_steps and learner.draft is not None:
+        for step in range(first_step, warm.policy_steps):
+            documents = task.demonstrations(step * warm.batch_documents, warm.batch_documents)
+            stats = cotrain_step(pupil, documents, step=step)
+            log.phase(WARM_POLICY, step, warm.policy_steps, policy_loss=stats.policy_loss)
+            saves.step_done(WARM_POLICY, step + 1, warm.policy_steps, pupil)
+    if learner.draft is None or not warm.draft_steps:
+        return
+    optim = Optimizer([learner.draft.draft], warm.draft_optim, warm.draft_steps)
+    pupil = replace(learner, draft=replace(learner.draft, optim=optim))
+    first_step = saves.enter(WARM_DRAFT, pupil)
+    if first_step is not None:
         log.note(f"warm start: {warm.draft_steps} draft steps on the frozen policy's features")
-        optim = Optimizer([learner.draft.draft], warm.draft_optim, warm.draft_steps)
-        pupil = replace(learner, draft=replace(learner.draft, optim=optim))
-        for step in range(warm.draft_steps):
-            first = step * warm.draft_batch_documents
-            documents = [task.demonstration(first + i) for i in range(warm.draft_batch_documents)]
+        for step in range(first_step, warm.draft_steps):
+            documents = task.demonstrations(step * warm.draft_batch_documents, warm.draft_batch_documents)
             stats = cotrain_step(pupil, documents, step=step, train_policy=False)
             length = stats.draft_simulated_acceptance_length
-            log.phase("warm start, draft", step, warm.draft_steps, simulated_acceptance_length=length)
+            log.phase(WARM_DRAFT, step, warm.draft_steps, simulated_acceptance_length=length)
+            saves.step_done(WARM_DRAFT, step + 1, warm.draft_steps, pupil)
 
 
 def run_sft(config: RunConfig) -> None:
     """Policy by next-token loss on documents, draft co-trained on the same rows."""
-    if config.data.path is None:
-        documents = synthetic_documents(config.data.synthetic_documents, config.policy.vocab_size, seed=config.seed)
-    else:
-        documents = read_jsonl(config.data.path)
+    documents = _documents(config)
     stream = DocumentStream(documents, seed=config.seed)
-    with open_mesh(config) as mesh, MetricsLog(config, rank=mesh.world_rank) as log:
-        learner = build_learner(config, mesh)
-        log.note(describe(learner))
-        for step in range(config.train.steps):
+    data = {"documents": len(documents), "batch_documents": config.train.batch_documents}
+    with (
+        open_mesh(config) as mesh,
+        open_run(config, mesh, data=data, phases=(RUN,)) as (learner, saves, log),
+    ):
+        steps = config.train.steps
+        for step in range(saves.enter(RUN, learner) or 0, steps):
             batch = stream.batch(step, config.train.batch_documents)
+            _check_documents(batch, learner)
             stats = cotrain_step(learner, batch, step=step, draft_share=config.draft.share)
             log.step(step, step_row(stats))
+            saves.step_done(RUN, step + 1, steps, learner)
+        if mesh.world_rank == 0:
+            log.note(write_report(config.output_dir, rows=log.rows(), evaluations=[]))
+
+
+def _documents(config: RunConfig) -> Sequence[Document]:
+    if config.data.path is None:
+        return synthetic_documents(config.data.synthetic_documents, config.policy.vocab_size, seed=config.seed)
+    try:
+        return read_jsonl(config.data.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("data.path", config.data.path, str(error)) from error
+
+
+def _check_documents(documents: Sequence[Document], learner: Learner) -> None:
+    """Raise ConfigError for a document that no row, or no position or token of the policy, has room for."""
+    config, policy = learner.config, learner.runner.parts[0].config
+    for document in documents:
+        length = document.input_ids.numel()
+        require(length <= policy.max_seq_len, "data.path", config.data.path, _too_long(length, policy.max_seq_len))
+        _check_row(config, length, "a document")
+        low, high = int(document.input_ids.min()), int(document.input_ids.max())
+        rule = f"holds token {high if low >= 0 else low}, must be 0..{policy.vocab_size - 1}: the policy's vocabulary"
+        require(low >= 0 and high < policy.vocab_size, "data.path", config.data.path, rule)
+
+
+def _check_lengths(config: RunConfig, task: Task) -> int:
+    """The longest sequence in tokens that rollouts or the warm start can make; must fit a row."""
+    longest = task.max_prompt_tokens + config.rollout.max_new_tokens
+    _check_row(config, longest, "the longest prompt and rollout.max_new_tokens")
+    if config.warm_start.policy_steps or config.warm_start.draft_steps:
+        demonstration = task.max_prompt_tokens + task.max_response_tokens
+        _check_row(config, demonstration, "the longest demonstration")
+        longest = max(longest, demonstration)
+    return longest
+
+
+def _check_row(config: RunConfig, length: int, what: str) -> None:
+    step = 2 * config.mesh.cp  # a document is padded to a multiple of it
+    padded, capacity = -(-length // step) * step, config.train.row_tokens // step * step
+    rule = f"must be at least {padded}: {what} has {length} tokens and must fit one row"
+    require(padded <= capacity, "train.row_tokens", config.train.row_tokens, rule)
+
+
+def _too_long(length: int, positions: int) -> str:
+    return f"holds a document of {length} tokens, the policy has {positions} positions"

@@ -13,6 +13,7 @@ Fields of a row of metrics.jsonl (null where a figure does not exist or is not f
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -36,8 +37,11 @@ from cospec.mesh import Mesh
 from cospec.records import StepStats
 from cospec.train.console import Progress, short
 
+CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+SET_ASIDE = "before-"
+"""Prefix of what an earlier run left behind when a resume starts anew for want of a checkpoint."""
 
 
 class MetricsLog:
@@ -113,12 +117,30 @@ class MetricsLog:
         """The steps recorded so far, those before a resume included; on rank 0."""
         return read_rows(self.folder / METRICS)
 
-    def resume(self, step: int) -> None:
-        """Drop what was recorded from `step` on, the next to run; evaluations after `step` steps stay."""
-        if self.is_writer:
-            _rewrite(self.folder / METRICS, [r for r in read_rows(self.folder / METRICS) if r["step"] < step])
-            path = self.folder / EVALUATIONS
-            _rewrite(path, [r for r in read_rows(path) if r.get("step", 0) <= step])
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations recorded so far, those before a resume included; on rank 0."""
+        return read_rows(self.folder / EVALUATIONS)
+
+    def resume(self, step: int | None) -> None:
+        """Drop what was recorded from `step` on, the next to run; evaluations after `step` steps stay.
+
+        None: the run starts anew, and what it recorded before is set aside.
+        """
+        if not self.is_writer:
+            return
+        for name in (METRICS, EVALUATIONS):
+            path = self.folder / name
+            rows = read_rows(path)
+            if step is None:
+                if rows:
+                    path.replace(self.folder / (SET_ASIDE + name))
+                rows = []
+            elif name == METRICS:
+                rows = [r for r in rows if r["step"] < step]
+            else:
+                rows = [r for r in rows if r.get("step", 0) <= step]
+            _rewrite(path, rows)
+        _write_settings(self.config)
 
 
 def step_row(stats: StepStats) -> dict[str, Any]:
@@ -150,27 +172,55 @@ def reduce_sums(values: Mapping[str, float], mesh: Mesh) -> dict[str, float]:
     return dict(zip(names, mesh.sum(vector).tolist(), strict=True))
 
 
-def open_run_folder(config: RunConfig) -> None:
-    """Make `output_dir` and write config.json and run.json (command, versions, commit) into it.
+def check_run_folder(config: RunConfig) -> None:
+    """Raise ConfigError where `output_dir` cannot be used, before any work is done; writes nothing.
 
-    Raises ConfigError when the folder cannot be written, or holds a run and
-    `checkpoint.resume` is off.
+    It must be writable (or the folder that it will be made in), and hold no run unless
+    `checkpoint.resume` is on.
     """
     folder = Path(config.output_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not config.checkpoint.resume and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
+        if not config.checkpoint.resume and _holds_run(folder):
             raise ConfigError(
                 "output_dir",
                 config.output_dir,
                 "holds a run already; name another folder, or continue that run with checkpoint.resume",
             )
-        for name in (METRICS, EVALUATIONS):  # a killed run may have left half a line
-            _rewrite(folder / name, read_rows(folder / name))
-        (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-        (folder / "run.json").write_text(json.dumps(run_info(), indent=2) + "\n")
+        existing = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError("output_dir", config.output_dir, f"cannot be written: {error.strerror}") from error
+
+
+def open_run_folder(config: RunConfig) -> None:
+    """Make `output_dir` and write config.json and run.json (command, versions, commit) into it.
+
+    To continue a run changes nothing yet: see `MetricsLog.resume`. Raises as `check_run_folder`.
+    """
+    check_run_folder(config)
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, EVALUATIONS):  # a killed run may have left half a line
+            _rewrite(folder / name, read_rows(folder / name))
+        if not config.checkpoint.resume:
+            _write_settings(config)
+    except OSError as error:
+        raise ConfigError("output_dir", config.output_dir, f"cannot be written: {error.strerror}") from error
+
+
+def _holds_run(folder: Path) -> bool:
+    metrics = folder / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _write_settings(config: RunConfig) -> None:
+    folder = Path(config.output_dir)
+    (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+    (folder / "run.json").write_text(json.dumps(run_info(), indent=2) + "\n")
 
 
 def run_info() -> dict[str, Any]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from cospec.config import RunConfig
+from cospec.config import RunConfig, require
 from cospec.draft.attach import attach_draft
 from cospec.export.eagle3 import load_draft
 from cospec.mesh import Mesh, build_mesh, choose_dtype, close_mesh
 from cospec.policy.build import build_policy
 from cospec.policy.runner import SequentialRunner
 from cospec.train.draft_side import DraftSide
+from cospec.train.metrics import MetricsLog, check_run_folder
 from cospec.train.optim import Optimizer
+from cospec.train.resume import Checkpoints
 from cospec.train.step import Learner
 
 
@@ -45,6 +48,31 @@ def build_learner(config: RunConfig, mesh: Mesh, *, total_steps: int | None = No
         draft = DraftSide(config, mesh, model, Optimizer([model], config.draft_optim, steps))
     runner = SequentialRunner(policy, mesh, config.attention, draft.draft.config.tap_layers if draft else ())
     return Learner(config, mesh, runner, Optimizer(runner.parts, config.policy_optim, steps), draft)
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, mesh: Mesh, *, data: Mapping[str, Any], phases: tuple[str, ...], longest: int = 0
+) -> Iterator[tuple[Learner, Checkpoints, MetricsLog]]:
+    """Learner, checkpoints and record of a run; nothing is written before every setting was found to fit.
+
+    Args:
+        data, phases: see `Checkpoints`.
+        longest: tokens of the longest sequence known beforehand; must fit the policy's positions.
+    """
+    check_run_folder(config)
+    learner = build_learner(config, mesh)
+    positions = learner.runner.parts[0].config.max_seq_len
+    rule = f"must be at least {longest}, the longest sequence in tokens"
+    require(longest <= positions, "policy.max_position_embeddings", positions, rule)
+    saves = Checkpoints(config, learner, data=data, phases=phases)
+    with MetricsLog(config, rank=mesh.world_rank) as log:
+        if config.checkpoint.resume:
+            log.resume(saves.recorded_steps)
+        log.note(describe(learner))
+        if saves.path is not None:
+            log.note(f"resuming from {saves.path}")
+        yield learner, saves, log
 
 
 def describe(learner: Learner) -> str:
