@@ -194,6 +194,28 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a policy that is split over `mesh.pp` runs, and how its taps travel to the draft."""
+
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
+        "1F1B"
+    )
+    """torch's pipeline schedules by name; the last four put two stages on every rank."""
+    microbatches: int = 4
+    """Rows that one run of the schedule takes; a step has a multiple of it (empty rows fill up)."""
+    tap_slots: int | None = None
+    """Microbatches whose taps can lie on the draft's rank at once, for each sending stage; None
+    is the least that cannot deadlock, computed from the schedule."""
+    tap_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """dtype in which taps travel; auto is the compute dtype (bfloat16 on CUDA)."""
+    tap_timeout_s: float = 60.0
+    """Seconds to wait for a tap, or for room to send one, before the run ends with an error."""
+    defer_draft: bool = False
+    """Do the draft's work after the schedule has run instead of beside it: the pipeline never
+    waits for the draft, the taps of all microbatches are in memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     kernel: Literal["auto", "cpu_flash", "cuda_flash", "math"] = "auto"
     """auto picks from device and dtype."""
@@ -292,6 +314,8 @@ class TrainConfig:
     """Deterministic kernels on CUDA, so that bit-equal claims hold there too."""
     logit_chunk: int = 1024
     """Rows of logits that the policy loss holds at once."""
+    activation_checkpoint: bool = False
+    """Recompute every block of the policy in backward: memory for about a third more time."""
     comm_timeout_s: float = 300.0
     """Seconds a collective may wait for a peer before the run ends with an error."""
 
@@ -305,6 +329,7 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     policy_optim: OptimConfig = field(default_factory=OptimConfig)
     draft_optim: OptimConfig = field(default_factory=lambda: OptimConfig(name="muon", lr=7e-4))
@@ -324,6 +349,8 @@ def check(config: RunConfig) -> None:
     c = config
     for axis in ("pp", "dp", "cp"):
         require(getattr(c.mesh, axis) >= 1, f"mesh.{axis}", getattr(c.mesh, axis), "must be >= 1")
+    if c.mesh.pp > 1:
+        _check_pipeline(c)
     p = c.policy
     if p.hf_path is None and p.flavor is None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
@@ -365,3 +392,21 @@ def check(config: RunConfig) -> None:
         require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
         for field_name in ("warmup_steps", "decay_steps"):
             require(getattr(optim, field_name) >= 0, f"{name}.{field_name}", getattr(optim, field_name), "must be >= 0")
+
+
+def _check_pipeline(c: RunConfig) -> None:
+    pipeline, pp = c.pipeline, c.mesh.pp
+    least = pp if pipeline.schedule == "1F1B" else 1
+    rule = f"must be >= {least}" + (f", the number of stages of 1F1B with mesh.pp={pp}" if least > 1 else "")
+    require(pipeline.microbatches >= least, "pipeline.microbatches", pipeline.microbatches, rule)
+    rule = "must be >= 1 (None: the least that the schedule allows)"
+    require(pipeline.tap_slots is None or pipeline.tap_slots >= 1, "pipeline.tap_slots", pipeline.tap_slots, rule)
+    require(pipeline.tap_timeout_s > 0, "pipeline.tap_timeout_s", pipeline.tap_timeout_s, "must be > 0 seconds")
+    step = 2 * c.mesh.cp
+    rule = f"must be a multiple of 2 * mesh.cp = {step}: the rows of a pipeline are equal"
+    require(c.train.row_tokens % step == 0, "train.row_tokens", c.train.row_tokens, rule)
+    rule = "must be false with mesh.pp > 1: embeddings and head are on different ranks"
+    require(not c.policy.tie_word_embeddings, "policy.tie_word_embeddings", True, rule)
+    if c.policy.hf_path is None and c.policy.flavor is None:
+        rule = f"must be <= policy.num_hidden_layers={c.policy.num_hidden_layers}: a stage has a layer at least"
+        require(pp <= c.policy.num_hidden_layers, "mesh.pp", pp, rule)

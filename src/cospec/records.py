@@ -76,6 +76,47 @@ class Taps:
     final_hidden: Tensor
 
 
+EMBEDDINGS = -1
+"""Stands for the token embeddings where taps are named by their layer."""
+
+
+@dataclass(frozen=True)
+class TapStream:
+    """The taps that leave one pipeline stage: for each microbatch one message per layer, in order.
+
+    source: pp rank of the stage. layers: ascending, EMBEDDINGS first where the stage has them.
+    order: microbatches in the order of the stage's forwards. queue: microbatches that the
+    stage runs ahead of the draft in an undisturbed schedule.
+    """
+
+    stage: int
+    source: int
+    layers: tuple[int, ...]
+    order: tuple[int, ...]
+    queue: int
+
+
+@dataclass(frozen=True)
+class TapPlan:
+    """Which taps go from where to where in one run of a pipeline schedule.
+
+    home: pp rank of the last stage, where the draft lives. slots: microbatches that each
+    stream from another rank can have landed and not yet consumed. shape: [T, Dt] of every
+    tap on one rank. dtype: as they travel; source_dtype: as the policy computes them.
+    """
+
+    streams: tuple[TapStream, ...]
+    home: int
+    slots: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    source_dtype: torch.dtype
+
+
+class PipelineError(RuntimeError):
+    """A pipeline stage or one of its taps failed: names stage, microbatch and layer."""
+
+
 @dataclass(frozen=True)
 class DraftOutput:
     """Result of the draft loss over the local rows of one microbatch.

@@ -53,6 +53,7 @@ logging.getLogger("torchtitan").setLevel(logging.WARNING)
 # Its router asks for a float32 autocast, which the CPU has no need of.
 warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part  # noqa: E402
 from torchtitan.models import llama3, qwen3  # noqa: E402
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm  # noqa: E402
 from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear  # noqa: E402
@@ -362,8 +363,20 @@ def materialise(model: Decoder, device: torch.device) -> None:
             module._init_self_buffers(buffer_device=device)
 
 
+def stage_layers(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    """The layers of each pipeline stage, as torchtitan splits them.
+
+    Embeddings and head count as a layer each, so the first and the last stage have fewer
+    (the last may have none). Raises ConfigError when there are fewer layers than stages.
+    """
+    rule = f"must be >= the {num_stages} pipeline stages"
+    require(num_layers >= num_stages, "policy.num_hidden_layers", num_layers, rule)
+    names = _generate_llm_fqn_per_model_part(num_stages, num_layers)
+    return [tuple(int(n.split(".")[1]) for n in part if n.startswith("layers.")) for part in names]
+
+
 def cut_stage(model: Decoder, stage: int, num_stages: int) -> None:
-    """Keep one pipeline stage of a model built by `build_meta`: an even share of the layers.
+    """Keep one pipeline stage of a model built by `build_meta`, see `stage_layers`.
 
     The first stage keeps the token embeddings, the last the final norm and the head; names
     of parameters stay those of the whole model. Raises ConfigError when there are fewer
@@ -373,12 +386,11 @@ def cut_stage(model: Decoder, stage: int, num_stages: int) -> None:
     if num_stages == 1:
         return
     count = len(model.layers)
-    require(count >= num_stages, "policy.num_hidden_layers", count, f"must be >= the {num_stages} pipeline stages")
+    kept = stage_layers(count, num_stages)[stage]
     rule = "must be false with pipeline stages: embeddings and head are on different ranks"
     require(not model.enable_weight_tying, "policy.tie_word_embeddings", True, rule)
-    first, end = stage * count // num_stages, (stage + 1) * count // num_stages
     for i in range(count):
-        if not first <= i < end:
+        if i not in kept:
             del model.layers[str(i)]
     if stage > 0:
         model.tok_embeddings = None
