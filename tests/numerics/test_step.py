@@ -108,12 +108,12 @@ def test_non_finite_draft_skips_its_update_only():
     """Known failure 28's kind: the policy goes on, the draft's weights stay, and the step says so."""
     side, healthy = learner(config()), learner(config())
     with torch.no_grad():
-        side.draft.draft.fc.weight[0, 0] = float("nan")
-    before = {name: value.clone() for name, value in side.draft.draft.named_parameters()}
+        side.draft.model.fc.weight[0, 0] = float("nan")
+    before = {name: value.clone() for name, value in side.draft.model.named_parameters()}
     stats = cotrain_step(side, documents(2), step=0)
     assert stats.draft_skipped
     assert math.isfinite(stats.policy_loss)
-    for name, value in side.draft.draft.named_parameters():
+    for name, value in side.draft.model.named_parameters():
         assert torch.equal(value.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
     cotrain_step(healthy, documents(2), step=0)
     expected = policy_state(healthy)

@@ -24,13 +24,13 @@ class DraftSide:
 
     config: RunConfig
     mesh: Mesh
-    draft: Eagle3Draft
+    model: Eagle3Draft
     optim: Optimizer
 
     def pairs(self, batch: Batch) -> Tensor:
         """int64 [K, S]: which (pass, row) pairs of the local rows count; see draft.ttt.pairs."""
         config = self.config.draft
-        t2d = self.draft.t2d if config.drop_labels_outside_vocab else None
+        t2d = self.model.t2d if config.drop_labels_outside_vocab else None
         return pairs(batch, num_passes=config.num_passes, cp_group=self.mesh.cp_group, t2d=t2d)
 
     def forward_backward(
@@ -42,7 +42,7 @@ class DraftSide:
         """
         config, group = self.config, self.mesh.cp_group
         num_passes = config.draft.num_passes
-        hidden_KTD = self.draft(
+        hidden_KTD = self.model(
             taps,
             batch,
             num_passes=num_passes,
@@ -53,12 +53,12 @@ class DraftSide:
         )
         result = draft_loss(
             hidden_KTD,
-            self.draft.lm_head.weight,
+            self.model.lm_head.weight,
             with_halo(taps.final_hidden, batch.layout, num_passes, cp_group=group),
             policy_head_VD.detach(),
             pairs_KS,
             coef_K,
-            vocab_map_U=self.draft.policy_ids,
+            vocab_map_U=self.model.policy_ids,
             chunk=config.draft.loss_chunk,
             renormalise=config.draft.renormalise_teacher,
         )

@@ -40,7 +40,7 @@ def run_rl(config: RunConfig) -> None:
         open_run(config, mesh, data=data, phases=phases, longest=longest) as (learner, saves, log),
     ):
         warm_start(learner, task, log, saves)
-        static_draft = frozen_copy(learner.draft.draft) if learner.draft and config.eval.static_control else None
+        static_draft = frozen_copy(learner.draft.model) if learner.draft and config.eval.static_control else None
         first_step = saves.enter(RUN, learner, static_draft) or 0
         engine = build_engine(config, learner, max_prompt=task.max_prompt_tokens)
         evaluator = Evaluator(config, task, engine, learner, static_draft, log)
@@ -111,7 +111,7 @@ def warm_start(learner: Learner, task: Task, log: MetricsLog, saves: Checkpoints
             saves.step_done(WARM_POLICY, step + 1, warm.policy_steps, pupil)
     if learner.draft is None or not warm.draft_steps:
         return
-    optim = Optimizer([learner.draft.draft], warm.draft_optim, warm.draft_steps)
+    optim = Optimizer([learner.draft.model], warm.draft_optim, warm.draft_steps)
     pupil = replace(learner, draft=replace(learner.draft, optim=optim))
     first_step = saves.enter(WARM_DRAFT, pupil)
     if first_step is not None:

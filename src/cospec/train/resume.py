@@ -114,9 +114,9 @@ def define_run(config: RunConfig, learner: Learner, data: Mapping[str, Any]) -> 
         settings = config.draft
         names = ("num_passes", "pass_decay", "share", "renormalise_teacher", "drop_labels_outside_vocab")
         definition["draft"] = {
-            **asdict(learner.draft.draft.config),
+            **asdict(learner.draft.model.config),
             **{name: getattr(settings, name) for name in names},
-            "vocabulary_sha256": _tensor_hash(learner.draft.draft.d2t),
+            "vocabulary_sha256": _tensor_hash(learner.draft.model.d2t),
         }
         definition["draft_optim"] = {"name": config.draft_optim.name}
         definition["eval"] = {"static_control": config.eval.static_control}
@@ -133,7 +133,7 @@ def frozen_copy(draft: nn.Module) -> nn.Module:
 def _parts(learner: Learner, static_draft: nn.Module | None) -> dict[str, Part]:
     parts = {"policy": Part(learner.runner.parts, learner.policy_optim.optimizers)}
     if learner.draft is not None:
-        parts["draft"] = Part([learner.draft.draft], learner.draft.optim.optimizers)
+        parts["draft"] = Part([learner.draft.model], learner.draft.optim.optimizers)
     if static_draft is not None:
         parts["static_draft"] = Part([static_draft])
     return parts

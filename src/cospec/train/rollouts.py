@@ -43,7 +43,7 @@ def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Nat
     policy = build_model(learner.runner.parts[0].config, device=device, dtype=torch.float32)
     draft = None
     if learner.draft is not None:
-        draft = Eagle3Draft(learner.draft.draft.config).to(device)
+        draft = Eagle3Draft(learner.draft.model.config).to(device)
     return NativeEngine(
         policy,
         draft,
@@ -56,7 +56,7 @@ def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Nat
 def refit(engine: NativeEngine, learner: Learner, version: int, *, draft_state: dict | None = None) -> None:
     """Hand the trained weights to the engine; `draft_state` stands in for the trained draft."""
     if draft_state is None and learner.draft is not None:
-        draft_state = full_state(learner.draft.draft)
+        draft_state = full_state(learner.draft.model)
     engine.refit(full_state(learner.runner.policy), draft_state, version)
 
 

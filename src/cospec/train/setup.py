@@ -46,7 +46,7 @@ def build_learner(config: RunConfig, mesh: Mesh, *, total_steps: int | None = No
             policy, config.draft, mesh=mesh, seed=config.seed, checkpoint=checkpoint, device=mesh.device, dtype=dtype
         )
         draft = DraftSide(config, mesh, model, Optimizer([model], config.draft_optim, steps))
-    runner = SequentialRunner(policy, mesh, config.attention, draft.draft.config.tap_layers if draft else ())
+    runner = SequentialRunner(policy, mesh, config.attention, draft.model.config.tap_layers if draft else ())
     return Learner(config, mesh, runner, Optimizer(runner.parts, config.policy_optim, steps), draft)
 
 
@@ -81,8 +81,8 @@ def describe(learner: Learner) -> str:
     policy = sum(p.numel() for part in learner.runner.parts for p in part.parameters())
     text = f"policy {policy / 1e6:.2f} M parameters"
     if learner.draft is not None:
-        draft = sum(p.numel() for p in learner.draft.draft.parameters())
+        draft = sum(p.numel() for p in learner.draft.model.parameters())
         text += (
-            f", draft {draft / 1e6:.2f} M reading layers {', '.join(map(str, learner.draft.draft.config.tap_layers))}"
+            f", draft {draft / 1e6:.2f} M reading layers {', '.join(map(str, learner.draft.model.config.tap_layers))}"
         )
     return f"{text}; {mesh.device.type}, pp {mesh.pp_size} x dp {mesh.dp_size} x cp {mesh.cp_size}"
