@@ -1,0 +1,1 @@
+"""Saved features of a policy: a store of our own, files of other projects, and training rows from either."""
