@@ -41,8 +41,8 @@ def run_rl(config: RunConfig) -> None:
     ):
         warm_start(learner, task, log, saves)
         static_draft = frozen_copy(learner.draft.model) if learner.draft and config.eval.static_control else None
-        first_step = saves.enter(RUN, learner, static_draft) or 0
         engine = build_engine(config, learner, max_prompt=task.max_prompt_tokens)
+        first_step = saves.enter(RUN, learner, static_draft) or 0
         evaluator = Evaluator(config, task, engine, learner, static_draft, log)
         refit(engine, learner, version=first_step)
         if saves.recorded_steps is None:
