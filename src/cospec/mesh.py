@@ -7,14 +7,18 @@ process has no DeviceMesh and no process group; every property then has its triv
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import time
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from cospec.config import MeshConfig, require
 
@@ -27,6 +31,8 @@ class Mesh:
 
     device: torch.device
     device_mesh: DeviceMesh | None = None
+    timeout_s: float = 300.0
+    """Seconds that an operation of any of its process groups waits for a peer."""
 
     def size(self, axis: str) -> int:
         return 1 if self.device_mesh is None else self.device_mesh[axis].size()
@@ -81,11 +87,35 @@ class Mesh:
         """Flattened dp x cp: the ranks that share one copy of the parameters. None for one rank."""
         if self.device_mesh is None or self.dp_size * self.cp_size == 1:
             return None
-        return self.device_mesh["dp", "cp"]._flatten("fsdp")
+        return self.device_mesh["dp", "cp"]._flatten("fsdp", backend_override=_backend(self.device, self.timeout_s))
 
     @property
     def fsdp_group(self) -> dist.ProcessGroup | None:
         return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
+
+    def sum_all(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of float64 values over all ranks, for figures that only one pipeline stage has (zeros elsewhere)."""
+        total = self.sum(values)
+        if self.group("pp") is not None:
+            total = total.clone()
+            dist.all_reduce(total, group=self.group("pp"))
+        return total
+
+    def union_over_pp(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The CPU tensors of all pp ranks together, on every rank. A collective call along pp."""
+        group = self.group("pp")
+        if group is None:
+            return state
+        headers: list = [None] * self.pp_size
+        dist.all_gather_object(headers, [(k, v.shape, v.dtype) for k, v in state.items()], group=group)
+        union: dict[str, torch.Tensor] = {}
+        for rank, header in enumerate(headers):
+            for name, shape, dtype in header:
+                value = state[name] if rank == self.pp_rank else torch.empty(shape, dtype=dtype)
+                value = value.to(self.device).contiguous()
+                dist.broadcast(value, src=dist.get_global_rank(group, rank), group=group)
+                union[name] = value.cpu()
+        return union
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of float64 values over dp x cp; returns a new tensor, on every rank the same."""
@@ -139,7 +169,40 @@ def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 3
             "nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
         )
     shape = tuple(getattr(config, axis) for axis in AXES)
-    return Mesh(chosen, init_device_mesh(chosen.type, shape, mesh_dim_names=AXES))
+    backends = {axis: _backend(chosen, timeout_s) for axis in AXES}
+    device_mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=AXES, backend_override=backends)
+    return Mesh(chosen, device_mesh, timeout_s)
+
+
+def _backend(device: torch.device, timeout_s: float) -> tuple[str, Any]:
+    """Backend and options of the mesh's groups: unlike the default group, they would wait for half an hour."""
+    name = "nccl" if device.type == "cuda" else "gloo"
+    options: Any = dist.ProcessGroupNCCL.Options() if name == "nccl" else dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    return name, options
+
+
+FAULT = "cospec/fault"
+
+
+def report_fault(text: str) -> None:
+    """Tell the other ranks why this one ends; the first report stands. Never raises."""
+    with contextlib.suppress(Exception):
+        _get_default_store().compare_set(FAULT, "", text)
+
+
+def reported_fault(wait_s: float = 0.0) -> str | None:
+    """What another rank reported, waiting for it a while; None when there is nothing, or nobody to ask."""
+    deadline = time.monotonic() + wait_s
+    with contextlib.suppress(Exception):
+        store = _get_default_store()
+        while True:
+            if store.check([FAULT]):
+                return store.get(FAULT).decode()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    return None
 
 
 def close_mesh(mesh: Mesh) -> None:

@@ -1,12 +1,13 @@
 """Runs a policy over the microbatches of a step, forward and backward.
 
-A runner knows where the layers live; what is done with a microbatch's result, the losses
-and the draft's work, is the caller's `on_hidden`.
+A runner knows where the layers live; what is done with a microbatch's result, losses and
+the draft's work, are the caller's callbacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,48 @@ from torch import Tensor, nn
 from cospec.config import AttentionConfig
 from cospec.mesh import Mesh
 from cospec.policy.attention import PackedContext
-from cospec.policy.build import head_weight
+from cospec.policy.build import full_state, head_weight
 from cospec.policy.taps import TapRecorder
 from cospec.records import Batch, Taps
 
-OnHidden = Callable[[int, Tensor, Taps | None], Tensor]
-"""(microbatch index, normed final hidden [T, D], its taps or None) -> loss to run backward from."""
+OnHidden = Callable[[int, Tensor], Tensor]
+"""(microbatch index, normed final hidden [T, D]) -> loss to run backward from."""
+OnTaps = Callable[[int, Taps], None]
+"""(microbatch index, its taps): the draft's work. The taps are gone when it returns."""
+
+
+class Runner(Protocol):
+    """Runs a policy over the microbatches of a step."""
+
+    microbatches: int | None
+    """The number of rows in `run` is a multiple of it and all are of one size; None: as you like."""
+    last_stage: bool
+    """Whether this rank has the head: the callbacks are called on such ranks only."""
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules of the policy on this rank."""
+        ...
+
+    @property
+    def head(self) -> Tensor:
+        """[V, D], where `last_stage`; inside the callbacks a whole plain tensor."""
+        ...
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        with_taps: Sequence[bool],
+        on_hidden: OnHidden,
+        on_taps: OnTaps | None = None,
+        *,
+        backward: bool = True,
+    ) -> None:
+        """Forward of every batch, the callbacks on its result and, with `backward`, backward of the loss."""
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The whole policy as CPU tensors, on every rank. A collective call."""
+        ...
 
 
 class SequentialRunner:
@@ -28,6 +65,9 @@ class SequentialRunner:
     Args:
         tap_layers: layers whose outputs the draft reads; () without a draft.
     """
+
+    microbatches: int | None = None
+    last_stage = True
 
     def __init__(self, policy: nn.Module, mesh: Mesh, attention: AttentionConfig, tap_layers: Sequence[int] = ()):
         self.policy, self.mesh, self.attention = policy, mesh, attention
@@ -44,16 +84,26 @@ class SequentialRunner:
         return head_weight(self.policy)
 
     def run(
-        self, batches: Sequence[Batch], with_taps: Sequence[bool], on_hidden: OnHidden, *, backward: bool = True
+        self,
+        batches: Sequence[Batch],
+        with_taps: Sequence[bool],
+        on_hidden: OnHidden,
+        on_taps: OnTaps | None = None,
+        *,
+        backward: bool = True,
     ) -> None:
-        """Forward of every batch, `on_hidden` on its result and, with `backward`, backward of the loss it gives."""
         for index, (batch, taps_wanted) in enumerate(zip(batches, with_taps, strict=True)):
             with torch.set_grad_enabled(backward):
                 hidden_TD, taps = self._forward(batch, taps_wanted)
-            loss = on_hidden(index, hidden_TD, taps)
+            if taps is not None and on_taps is not None:
+                on_taps(index, taps)
             del taps
+            loss = on_hidden(index, hidden_TD)
             if backward:
                 loss.backward()
+
+    def full_state(self) -> dict[str, Tensor]:
+        return full_state(self.policy)
 
     def _forward(self, batch: Batch, taps_wanted: bool) -> tuple[Tensor, Taps | None]:
         def forward() -> Tensor:

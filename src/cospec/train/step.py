@@ -5,7 +5,7 @@ Read this file first. A step has five phases:
 1. pack the documents into rows, each row one microbatch, and shard it over cp;
 2. count the supervised tokens (policy) and pairs (draft) of the whole step;
 3. for every row: policy forward (taps recorded), draft passes, draft loss and backward,
-   policy loss and backward;
+   policy loss and backward; with pipeline stages each rank does its part (docs/pipeline.md);
 4. one norm and one clip each;
 5. one optimizer update each.
 
@@ -28,7 +28,7 @@ from cospec.data.packing import pack
 from cospec.mesh import Mesh
 from cospec.ops.losses import token_logprobs
 from cospec.ops.shift import shift
-from cospec.policy.runner import SequentialRunner
+from cospec.policy.runner import Runner
 from cospec.records import Batch, Document, StepStats, Taps
 from cospec.train.draft_side import DraftSide, pass_coefficients
 from cospec.train.optim import Optimizer, clip_, global_norm
@@ -60,7 +60,7 @@ class Learner:
 
     config: RunConfig
     mesh: Mesh
-    runner: SequentialRunner
+    runner: Runner
     policy_optim: Optimizer
     draft: DraftSide | None = None
 
@@ -76,8 +76,9 @@ class Row:
     """int64 [T']: their labels."""
     rollout_logp: Tensor
     """float32 [T']: log-probability under which each label was sampled."""
+    trains_draft: bool
     draft_pairs: Tensor | None
-    """int64 [K, S], see draft.ttt.pairs; None for rows that the draft does not train on."""
+    """int64 [K, S], see draft.ttt.pairs; None for rows that no draft on this rank trains on."""
 
 
 def cotrain_step(
@@ -123,13 +124,16 @@ def cotrain_step(
     draft_sums: list[Tensor] = []
     draft_s = 0.0
 
-    def on_hidden(index: int, hidden_TD: Tensor, taps: Taps | None) -> Tensor:
+    def on_taps(index: int, taps: Taps) -> None:
         nonlocal draft_s
         row = rows[index]
-        if draft is not None and taps is not None and row.draft_pairs is not None:
+        if draft is not None and row.draft_pairs is not None:
             begun = _clock(mesh)
             draft_sums.append(draft.forward_backward(row.batch, row.draft_pairs, taps, runner.head, coef_K))
             draft_s += _clock(mesh) - begun
+
+    def on_hidden(index: int, hidden_TD: Tensor) -> Tensor:
+        row = rows[index]
         if not train_policy:
             return hidden_TD.sum()
         logp = row_logprobs(learner, row, hidden_TD, temperature)
@@ -140,19 +144,21 @@ def cotrain_step(
         # the same collectives in backward as its peers.
         return loss + 0.0 * hidden_TD.sum()
 
-    with_taps = [row.draft_pairs is not None for row in rows]
-    runner.run([row.batch for row in rows], with_taps, on_hidden, backward=train_policy)
+    with_taps = [row.trains_draft for row in rows]
+    runner.run([row.batch for row in rows], with_taps, on_hidden, on_taps, backward=train_policy)
 
     # 4. and 5. Norms, clips, updates: each its own.
     policy_loss_value, policy_norm = float("nan"), float("nan")
     if train_policy:
-        policy_loss_value = mesh.sum(policy_total).item()
+        policy_loss_value = mesh.sum_all(policy_total).item()
         policy_norm = global_norm(learner.policy_optim.params, mesh)
         if math.isfinite(policy_norm) and math.isfinite(policy_loss_value):
             clip_(learner.policy_optim.params, policy_norm, learner.policy_optim.config.clip_norm)
             learner.policy_optim.step(step)
     begun = _clock(mesh)
-    draft_stats = draft.update(torch.stack(draft_sums).sum(0), coef_K, step) if draft is not None and draft_sums else {}
+    draft_stats = (
+        draft.update(sum(draft_sums, draft.no_sums()), coef_K, step) if draft is not None and any(with_taps) else {}
+    )
     ended = _clock(mesh)
     draft_s += ended - begun
     return StepStats(
@@ -171,7 +177,7 @@ def policy_logprobs(
     rows = pack_rows(learner, documents, draft_share, with_draft=False)
     out: list[Tensor] = []
 
-    def on_hidden(index: int, hidden_TD: Tensor, taps: Taps | None) -> Tensor:
+    def on_hidden(index: int, hidden_TD: Tensor) -> Tensor:
         with torch.no_grad():
             out.append(row_logprobs(learner, rows[index], hidden_TD, temperature))
         return hidden_TD
@@ -190,15 +196,23 @@ def pack_rows(learner: Learner, documents: Sequence[Document], draft_share: floa
     """This rank's rows: those of the draft's share first, every rank equally many of each."""
     mesh, config = learner.mesh, learner.config
 
-    def batches(chosen: list[Document]) -> list[Batch]:
+    def batches(chosen: list[Document], min_rows: int = 1) -> list[Batch]:
         if not chosen:
             return []
         axes = {"cp_size": mesh.cp_size, "cp_rank": mesh.cp_rank, "dp_size": mesh.dp_size, "dp_rank": mesh.dp_rank}
-        return [batch.to(mesh.device) for batch in pack(chosen, config.train.row_tokens, **axes)]
+        equal = learner.runner.microbatches is not None
+        packed = pack(chosen, config.train.row_tokens, equal_rows=equal, min_rows=min_rows, **axes)
+        return [batch.to(mesh.device) for batch in packed]
 
     picked = [math.floor((i + 1) * draft_share) > math.floor(i * draft_share) for i in range(len(documents))]
-    for_draft = batches([d for d, p in zip(documents, picked, strict=True) if p])
-    rest = batches([d for d, p in zip(documents, picked, strict=True) if not p])
+    chosen = [d for d, p in zip(documents, picked, strict=True) if p]
+    others = [d for d, p in zip(documents, picked, strict=True) if not p]
+    for_draft, rest = batches(chosen), batches(others)
+    short = -(len(for_draft) + len(rest)) % (learner.runner.microbatches or 1)
+    if short and rest:  # a pipeline wants more rows: spread the documents over them
+        rest = batches(others, len(rest) + short)
+    elif short:
+        for_draft = batches(chosen, len(for_draft) + short)
     return [_make_row(learner, b, with_draft) for b in for_draft] + [_make_row(learner, b, False) for b in rest]
 
 
@@ -208,17 +222,20 @@ def _make_row(learner: Learner, batch: Batch, with_draft: bool) -> Row:
     labels = shift(batch.input_ids, batch.layout, 1, cp_group=group)[label_rows]
     rollout_logp = shift(batch.rollout_logp, batch.layout, 1, cp_group=group)[label_rows]
     draft_pairs = learner.draft.pairs(batch) if with_draft and learner.draft is not None else None
-    return Row(batch, label_rows, labels, rollout_logp, draft_pairs)
+    return Row(batch, label_rows, labels, rollout_logp, with_draft, draft_pairs)
 
 
 def _global_counts(learner: Learner, rows: Sequence[Row]) -> tuple[float, Tensor]:
-    """Supervised tokens (at least 1) and pairs of each pass, float64 [K] on CPU, over dp x cp and all rows."""
+    """Supervised tokens (at least 1) and pairs of each pass, float64 [K] on CPU, over dp x cp and all rows.
+
+    Counted where the losses are, on the last pipeline stage.
+    """
     counts = torch.zeros(1 + learner.config.draft.num_passes, dtype=torch.float64, device=learner.mesh.device)
-    for row in rows:
+    for row in rows if learner.runner.last_stage else []:
         counts[0] += row.label_rows.numel()
         if row.draft_pairs is not None:
             counts[1:] += (row.draft_pairs >= 0).sum(1)
-    counts = learner.mesh.sum(counts).cpu()
+    counts = learner.mesh.sum_all(counts).cpu()
     return max(1.0, counts[0].item()), counts[1:]
 
 

@@ -1,0 +1,1 @@
+"""How taps travel from the pipeline stages to the draft."""
