@@ -25,12 +25,11 @@ install_torch() {
     if .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null; then
         return
     fi
-    if [[ $(uname -s) != Linux ]] || nvidia-smi -L >/dev/null 2>&1; then
-        .venv/bin/pip install -q "torch==$version"
-    elif ! .venv/bin/pip install -q "torch==$version+cpu" 2>/dev/null; then
-        # the index in use has no CPU builds: take PyTorch's own
-        .venv/bin/pip install -q "torch==$version+cpu" --index-url https://download.pytorch.org/whl/cpu
+    # The CPU build has a version of its own; not every package index carries it.
+    if [[ $(uname -s) == Linux ]] && ! nvidia-smi -L >/dev/null 2>&1; then
+        .venv/bin/pip install -q "torch==$version+cpu" 2>/dev/null && return
     fi
+    .venv/bin/pip install -q "torch==$version"
 }
 
 ensure_venv
