@@ -138,7 +138,9 @@ class DraftConfig:
     pass_decay: float = 0.8
     """Weight of pass k is pass_decay**k: later tokens are drafted less often."""
     draft_vocab_size: int | None = None
-    """None: the policy's whole vocabulary."""
+    """None: that of `vocab_path`, else the policy's whole vocabulary."""
+    vocab_path: str | None = None
+    """File of scripts/build_draft_vocab.py; with `init` the draft brings its own."""
     hidden_size: int | None = None
     """None: the policy's (needed when its embeddings are shared)."""
     intermediate_size: int | None = None
@@ -291,6 +293,18 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OfflineConfig:
+    """Draft training on saved features."""
+
+    features: str | None = None
+    """Folder: a store of scripts/extract_features.py, or one of SpecForge or speculators."""
+    validation_share: float = 0.05
+    """Share of the documents held out, by a hash of their tokens; 0 evaluates nothing."""
+    max_bad_share: float = 0.05
+    """Larger share of samples that had to be skipped ends the run with their names."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: int = 0
     """Steps between checkpoints; 0 keeps none."""
@@ -337,6 +351,7 @@ class RunConfig:
     rl: RLConfig = field(default_factory=RLConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    offline: OfflineConfig = field(default_factory=OfflineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -379,6 +394,9 @@ def check(config: RunConfig) -> None:
     require(c.train.comm_timeout_s > 0, "train.comm_timeout_s", c.train.comm_timeout_s, "must be > 0 seconds")
     for name in ("policy_steps", "draft_steps"):
         require(getattr(c.warm_start, name) >= 0, f"warm_start.{name}", getattr(c.warm_start, name), "must be >= 0")
+    o = c.offline
+    require(0 <= o.validation_share < 1, "offline.validation_share", o.validation_share, "must be in [0, 1)")
+    require(0 <= o.max_bad_share <= 1, "offline.max_bad_share", o.max_bad_share, "must be in 0..1")
     require(c.eval.prompts >= 1, "eval.prompts", c.eval.prompts, "must be >= 1")
     require(c.checkpoint.every >= 0, "checkpoint.every", c.checkpoint.every, "must be >= 0 (0 = never)")
     require(c.checkpoint.keep >= 1, "checkpoint.keep", c.checkpoint.keep, "must be >= 1")

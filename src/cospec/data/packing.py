@@ -43,27 +43,37 @@ def pack(
     Raises:
         ValueError: a document longer than a row, or sizes and ranks out of range.
     """
-    for name, value in (("cp_size", cp_size), ("dp_size", dp_size), ("min_rows", min_rows)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be >= 1")
     for name, rank, size in (("dp_rank", dp_rank, dp_size), ("cp_rank", cp_rank, cp_size)):
         if not 0 <= rank < size:
             raise ValueError(f"{name}={rank} must be in 0..{size - 1}")
+    lengths = [document.input_ids.numel() for document in documents]
+    rows = plan(lengths, row_tokens, cp_size=cp_size, dp_size=dp_size, min_rows=min_rows)
+    capacity = row_tokens // (2 * cp_size) * (2 * cp_size)
+    pad_to = capacity if equal_rows else None
+    return [make_batch([documents[i] for i in row], cp_size, cp_rank, pad_to) for row in rows[dp_rank::dp_size]]
+
+
+def plan(
+    lengths: Sequence[int], row_tokens: int, *, cp_size: int = 1, dp_size: int = 1, min_rows: int = 1
+) -> list[list[int]]:
+    """The rows that `pack` makes of documents of these lengths, as indices; row r is for dp rank `r % dp_size`.
+
+    Raises ValueError: a document longer than a row, or sizes out of range.
+    """
+    for name, value in (("cp_size", cp_size), ("dp_size", dp_size), ("min_rows", min_rows)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be >= 1")
     step = 2 * cp_size
     capacity = row_tokens // step * step
     if capacity < 1:
         raise ValueError(f"row_tokens={row_tokens} must be >= 2 * cp_size = {step}")
-    sizes = []
-    for i, document in enumerate(documents):
-        length = document.input_ids.numel()
-        sizes.append(-(-length // step) * step)
-        if sizes[-1] > capacity:
+    sizes = [-(-length // step) * step for length in lengths]
+    for i, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+        if size > capacity:
             raise ValueError(
-                f"document {i} has {length} tokens ({sizes[-1]} padded), more than a row: row_tokens={row_tokens}"
+                f"document {i} has {length} tokens ({size} padded), more than a row: row_tokens={row_tokens}"
             )
-    rows = plan_rows(sizes, capacity, multiple=dp_size, min_rows=min_rows * dp_size)
-    pad_to = capacity if equal_rows else None
-    return [make_batch([documents[i] for i in row], cp_size, cp_rank, pad_to) for row in rows[dp_rank::dp_size]]
+    return plan_rows(sizes, capacity, multiple=dp_size, min_rows=min_rows * dp_size)
 
 
 def plan_rows(sizes: Sequence[int], capacity: int, *, multiple: int = 1, min_rows: int = 1) -> list[list[int]]:

@@ -205,6 +205,10 @@ class DocumentStream:
         """Documents of samples `step * count` up to `(step + 1) * count`."""
         return [self.documents[i] for i in self._indices(step * count, count)]
 
+    def indices(self, step: int, count: int) -> list[int]:
+        """Which documents `batch(step, count)` reads."""
+        return list(self._indices(step * count, count))
+
     def next_batch(self, count: int) -> list[Document]:
         found = [self.documents[i] for i in self._indices(self.position, count)]
         self.position += count

@@ -323,8 +323,9 @@ def _describe(info: FeatureInfo, num_shards: int) -> dict[str, Any]:
 
 def _info(raw: Mapping[str, Any]) -> FeatureInfo:
     names = {f.name for f in fields(FeatureInfo)} - {"format"}
-    values = {k: v for k, v in raw.items() if k in names}
-    return FeatureInfo(**{**values, "format": "cospec", "tap_layers": tuple(values["tap_layers"])})
+    values: dict[str, Any] = {k: v for k, v in raw.items() if k in names}
+    values["tap_layers"] = tuple(values["tap_layers"])
+    return FeatureInfo(format="cospec", **values)
 
 
 def _check_same(saved: Any, ours: Any, where: str, name: str = "") -> None:
