@@ -135,8 +135,7 @@ def run_sft(config: RunConfig) -> None:
     ):
         steps = config.train.steps
         for step in range(saves.enter(RUN, learner) or 0, steps):
-            batch = stream.batch(step, config.train.batch_documents)
-            _check_documents(batch, learner)
+            batch = _read_batch(stream, step, learner)
             stats = cotrain_step(learner, batch, step=step, draft_share=config.draft.share)
             log.step(step, step_row(stats))
             saves.step_done(RUN, step + 1, steps, learner)
@@ -153,9 +152,13 @@ def _documents(config: RunConfig) -> Sequence[Document]:
         raise ConfigError("data.path", config.data.path, str(error)) from error
 
 
-def _check_documents(documents: Sequence[Document], learner: Learner) -> None:
-    """Raise ConfigError for a document that no row, or no position or token of the policy, has room for."""
+def _read_batch(stream: DocumentStream, step: int, learner: Learner) -> list[Document]:
+    """The step's documents. Raises ConfigError for one that is malformed or too long, or has unknown tokens."""
     config, policy = learner.config, learner.runner.parts[0].config
+    try:
+        documents = stream.batch(step, config.train.batch_documents)
+    except ValueError as error:
+        raise ConfigError("data.path", config.data.path, str(error)) from error
     for document in documents:
         length = document.input_ids.numel()
         require(length <= policy.max_seq_len, "data.path", config.data.path, _too_long(length, policy.max_seq_len))
@@ -163,6 +166,7 @@ def _check_documents(documents: Sequence[Document], learner: Learner) -> None:
         low, high = int(document.input_ids.min()), int(document.input_ids.max())
         rule = f"holds token {high if low >= 0 else low}, must be 0..{policy.vocab_size - 1}: the policy's vocabulary"
         require(low >= 0 and high < policy.vocab_size, "data.path", config.data.path, rule)
+    return documents
 
 
 def _check_lengths(config: RunConfig, task: Task) -> int:
