@@ -25,12 +25,12 @@ def branch_forward(
     """
     dtype = accumulator_dtype(q_TNH.dtype)
     q = _grouped(q_TNH, k_branches[0]).to(dtype)
-    scores = torch.stack([_row_dot(q, key.to(dtype)) for key in k_branches], dim=-1) * scale
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.softmax(scores, dim=-1)
-    out = weights[..., 0, None] * v_branches[0].to(dtype).unsqueeze(2)
-    for i, value in enumerate(v_branches[1:], start=1):
-        out.addcmul_(weights[..., i, None], value.to(dtype).unsqueeze(2))
+    scores = torch.stack([_row_dot(q, key.to(dtype)) for key in k_branches]) * scale
+    lse = torch.logsumexp(scores, dim=0)
+    weights = torch.exp(scores - lse)
+    out = weights[0].unsqueeze(-1) * v_branches[0].to(dtype).unsqueeze(2)
+    for weight, value in zip(weights[1:], v_branches[1:], strict=True):
+        out.addcmul_(weight.unsqueeze(-1), value.to(dtype).unsqueeze(2))
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
@@ -56,16 +56,17 @@ def branch_backward(
     dtype = accumulator_dtype(q_TNH.dtype)
     q, grad, out = (_grouped(x, k_branches[0]).to(dtype) for x in (q_TNH, grad_TNH, out_TNH))
     lse = lse_TN.to(dtype).view(q.shape[:3])
-    delta = (grad * out).sum(-1)
+    scratch = torch.empty_like(q)
+    delta = torch.mul(grad, out, out=scratch).sum(-1)
     dq = torch.zeros_like(q)
     dk_branches, dv_branches = [], []
     for k_branch, v_branch in zip(k_branches, v_branches, strict=True):
         key, value = k_branch.to(dtype), v_branch.to(dtype)
-        weight = torch.exp(_row_dot(q, key) * scale - lse)
-        dscore = weight * (_row_dot(grad, value) - delta) * scale
+        weight = torch.exp(_row_dot(q, key, scratch) * scale - lse)
+        dscore = weight * (_row_dot(grad, value, scratch) - delta) * scale
         dq.addcmul_(dscore.unsqueeze(-1), key.unsqueeze(2))
-        dk_branches.append(_weighted_sum(dscore, q).to(k_branch.dtype))
-        dv_branches.append(_weighted_sum(weight, grad).to(v_branch.dtype))
+        dk_branches.append(_weighted_sum(dscore, q, scratch).to(k_branch.dtype))
+        dv_branches.append(_weighted_sum(weight, grad, scratch).to(v_branch.dtype))
     return dq.flatten(1, 2), dk_branches, dv_branches
 
 
@@ -75,11 +76,12 @@ def _grouped(x_TNH: Tensor, key_TMH: Tensor) -> Tensor:
     return x_TNH.reshape(rows, key_TMH.shape[1], -1, head_dim)
 
 
-def _row_dot(x_TMGH: Tensor, y_TMH: Tensor) -> Tensor:
+# Elementwise products: matrix products this small cost more in calls than in arithmetic.
+def _row_dot(x_TMGH: Tensor, y_TMH: Tensor, scratch: Tensor | None = None) -> Tensor:
     """[T, M, G]: the dot product of every row and head with its own key."""
-    return (x_TMGH @ y_TMH.unsqueeze(-1)).squeeze(-1)
+    return torch.mul(x_TMGH, y_TMH.unsqueeze(2), out=scratch).sum(-1)
 
 
-def _weighted_sum(weight_TMG: Tensor, x_TMGH: Tensor) -> Tensor:
+def _weighted_sum(weight_TMG: Tensor, x_TMGH: Tensor, scratch: Tensor | None = None) -> Tensor:
     """[T, M, H]: the sum over the query heads of each key head."""
-    return (weight_TMG.unsqueeze(-2) @ x_TMGH).squeeze(-2)
+    return torch.mul(x_TMGH, weight_TMG.unsqueeze(-1), out=scratch).sum(2)
