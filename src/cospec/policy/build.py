@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ def build_policy(
     dtype: torch.dtype = torch.float32,
     stage: int = 0,
     num_stages: int = 1,
+    activation_checkpoint: bool = False,
 ) -> nn.Module:
     """The policy with its weights: read from `cfg.hf_path`, else drawn by name and seed.
 
@@ -45,6 +47,7 @@ def build_policy(
         cfg: settings, or a torchtitan decoder spec of your own (see `titan.with_packed_attention`).
         stage, num_stages: which pipeline stage to build (see `titan.cut_stage`); it has the
             values that the whole policy has there.
+        activation_checkpoint: recompute every block in backward.
 
     Raises ConfigError for sizes that do not fit.
     """
@@ -53,6 +56,9 @@ def build_policy(
     storage = torch.float64 if dtype == torch.float64 else torch.float32
     model = titan.build_meta(spec, dtype=storage)
     titan.cut_stage(model, stage, num_stages)
+    if activation_checkpoint:
+        for name, block in model.layers.items():
+            model.layers[name] = checkpoint_wrapper(block)  # names in state dicts stay
     fsdp_mesh = mesh.fsdp_mesh if mesh is not None else None
     if fsdp_mesh is None and dtype != storage:
         fsdp_mesh = _mesh_of_one(device)
