@@ -6,8 +6,8 @@ Three families (`Family`): `sglang` (flat, ids of tapped layers in `eagle_config
 other two HF's `hidden_states`, which is one more; cospec holds the first kind.
 
 A key is understood, or known to change nothing in the computation and kept as it is, or
-refused by its name. `norm_output` means here what servers mean by it: the normed state
-feeds the next step.
+refused by its name. So is what two readers of one file take differently (`_disagreements`).
+`norm_output` means here what servers mean by it: the normed state feeds the next step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ LLAMA, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 ARCHITECTURES = {LLAMA: False, "Eagle3LlamaForCausalLM": False, QWEN3: True}
 """Flat architectures, and whether their layer norms query and key heads."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+UNSERVED = {
+    "qk_norm": "its layer has no q/k norms",
+    "attention_bias": "its projections have no bias",
+    "norm_before_residual": "its residual is the raw state",
+    "norm_before_fc": "it has no norm there",
+    "sliding_window": "it attends to everything",
+}
+"""What SGLang's EAGLE-3 layer passes over without a word, with acceptance for the price."""
 
 # fmt: off
 INERT = frozenset({
@@ -76,6 +84,7 @@ def read_config(
     Raises ConfigError naming the key: not understood, missing, or two values that disagree.
     """
     family = _family(raw)
+    _disagreements(raw, family, ignore)
     if family == "speculators":
         layer = {k: v for k, v in raw["transformer_layer_config"].items() if k != "architectures"}
         outer = {k: v for k, v in raw.items() if k not in ("transformer_layer_config", "speculators_model_type")}
@@ -95,19 +104,22 @@ def read_config(
     if window is None:  # settings of a window that is off change nothing
         kept_layer |= {k: layer[k] for k in ("sliding_window", "use_sliding_window", "layer_types") if k in layer}
     kept["transformer_layer_config"] = kept_layer
+    if kind != "llama":  # absent, readers take 128 and 32, not what follows from the other sizes
+        for name in ("head_dim", "num_key_value_heads") if qk_norm else ("num_key_value_heads",):
+            _needed(layer, name)
     hidden, heads = _needed(layer, "hidden_size"), _needed(layer, "num_attention_heads")
     vocab = _needed(layer, "vocab_size")
     config = Eagle3Config(
         hidden_size=hidden,
-        target_hidden_size=_or(raw.get("target_hidden_size"), hidden),
+        target_hidden_size=_count(raw, "target_hidden_size", hidden),
         intermediate_size=_needed(layer, "intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=_or(layer.get("num_key_value_heads"), heads),
-        head_dim=_or(layer.get("head_dim"), hidden // max(heads, 1)),
+        num_key_value_heads=_count(layer, "num_key_value_heads", heads),
+        head_dim=_count(layer, "head_dim", hidden // heads),
         vocab_size=vocab,
-        draft_vocab_size=_or(raw.get("draft_vocab_size"), vocab),
+        draft_vocab_size=_count(raw, "draft_vocab_size", vocab),
         tap_layers=_tap_layers(raw, tap_layers),
-        rms_norm_eps=_needed(layer, "rms_norm_eps"),
+        rms_norm_eps=_number(layer, "rms_norm_eps"),
         max_position_embeddings=_needed(layer, "max_position_embeddings"),
         rope=_read_rope(layer),
         qk_norm=qk_norm,
@@ -120,18 +132,27 @@ def read_config(
 
 
 def config_json(
-    c: Eagle3Config, family: Family, *, kept: Mapping[str, Any] | None = None, verifier: str | None = None
+    c: Eagle3Config,
+    family: Family,
+    *,
+    kept: Mapping[str, Any] | None = None,
+    verifier: str | None = None,
+    ignore: Collection[str] = (),
 ) -> dict[str, Any]:
     """What config.json says of a draft; `read_config` gives the same config back.
 
     Args:
         kept: inert keys to carry along, from `read_config`.
         verifier: name or path of the policy, for the speculators family.
+        ignore: flags to write although SGLang passes over them (`UNSERVED`); not qk_norm.
 
     Raises ConfigError when the family has no place for a flag.
     """
     require(family in ("sglang", "vllm", "speculators"), "family", family, "must be sglang, vllm or speculators")
-    require(not (c.qk_norm and family == "sglang"), "draft.qk_norm", True, "SGLang's EAGLE-3 layer has no q/k norms")
+    for name, reason in UNSERVED.items() if family == "sglang" else ():
+        value = getattr(c, name)
+        passes = not value or (name in ignore and name != "qk_norm")
+        require(passes, f"draft.{name}", value, f"SGLang would pass over it, {reason}: write vllm or speculators")
     kept = dict(kept or {})
     nested = dict(kept.pop("transformer_layer_config", {}))
     if family != "speculators":
@@ -166,6 +187,8 @@ def config_json(
     }
     own, hf_ids = list(c.tap_layers), [i + 1 for i in c.tap_layers]
     if family == "sglang":
+        if not c.norm_output:  # absent, SpecForge norms before the head as everyone does; false switches that off
+            del draft["norm_output"]
         ids = {"eagle_config": {IDS: own, "use_aux_hidden_state": True}}
         return {**kept, "architectures": [LLAMA], **layer, **nested, **draft, **ids}
     if family == "vllm":
@@ -240,14 +263,48 @@ def _flag(raw: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _needed(layer: Mapping[str, Any], name: str) -> Any:
+def _needed(layer: Mapping[str, Any], name: str) -> int:
     require(layer.get(name) is not None, name, layer.get(name), "must be in config.json")
-    return layer[name]
+    return _count(layer, name, 0)
+
+
+def _count(raw: Mapping[str, Any], name: str, default: int) -> int:
+    value = _or(raw.get(name), default)
+    require(type(value) is int and value >= 1, name, value, "must be a whole number >= 1")
+    return value
+
+
+def _number(raw: Mapping[str, Any], name: str) -> float:
+    require(raw.get(name) is not None, name, None, "must be in config.json")
+    value = raw[name]
+    sound = type(value) in (int, float) and 0 <= value < float("inf")
+    require(sound, name, value, "must be a number >= 0")
+    return value
+
+
+def _disagreements(raw: Mapping[str, Any], family: Family, ignore: Collection[str]) -> None:
+    """Raise ConfigError for what readers of one file understand differently. `ignore` takes our meaning."""
+    if family == "sglang" and "norm_output" not in ignore:
+        require(
+            raw.get("norm_output") is not False,
+            "norm_output",
+            False,
+            "SpecForge reads it as a head without the norm, servers as a raw state that feeds the next step: "
+            "leave the key out (norm before the head, raw state) or let norm_output pass",
+        )
+    if family == "speculators":
+        require(
+            raw.get("norm_before_residual") is not None,
+            "norm_before_residual",
+            None,
+            "must be in config.json: without it vLLM takes true and the speculators package false",
+        )
 
 
 def _tap_layers(raw: Mapping[str, Any], given: Collection[int] | None) -> tuple[int, ...]:
     named: list[tuple[str, tuple[int, ...]]] = []
-    eagle = raw.get("eagle_config") or {}
+    eagle = _or(raw.get("eagle_config"), {})
+    require(isinstance(eagle, Mapping), "eagle_config", eagle, "must be an object")
     for name in eagle:
         require(
             name in (IDS, "use_aux_hidden_state"),
@@ -261,10 +318,10 @@ def _tap_layers(raw: Mapping[str, Any], given: Collection[int] | None) -> tuple[
         eagle.get("use_aux_hidden_state"),
         "must be true: an EAGLE-3 draft reads hidden states of the policy",
     )
-    if eagle.get(IDS):
-        named.append((f"eagle_config.{IDS}", tuple(eagle[IDS])))
-    if raw.get(IDS):
-        named.append((f"{IDS} less one", tuple(i - 1 for i in raw[IDS])))
+    if eagle.get(IDS) is not None:
+        named.append((f"eagle_config.{IDS}", _ids(eagle, f"eagle_config.{IDS}")))
+    if raw.get(IDS) is not None:
+        named.append((f"{IDS} less one", tuple(i - 1 for i in _ids(raw, IDS))))
     if given is not None:
         named.append(("tap_layers", tuple(given)))
     require(bool(named), IDS, None, "the file names no tapped layers and servers guess them: give tap_layers")
@@ -280,17 +337,25 @@ def _tap_layers(raw: Mapping[str, Any], given: Collection[int] | None) -> tuple[
     return layers
 
 
+def _ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = raw[IDS]
+    sound = isinstance(value, list | tuple) and bool(value) and all(type(i) is int for i in value)
+    require(sound, name, value, "must be a list of layer numbers")
+    return tuple(value)
+
+
 def _sliding_window(layer: Mapping[str, Any]) -> int | None:
-    window, kinds = layer.get("sliding_window"), layer.get("layer_types")
+    kinds = layer.get("layer_types")
+    window = None if layer.get("sliding_window") is None else _count(layer, "sliding_window", 0)
     if kinds is not None:
         require(
-            len(kinds) == 1 and kinds[0] in ("full_attention", "sliding_attention"),
+            isinstance(kinds, list) and len(kinds) == 1 and kinds[0] in ("full_attention", "sliding_attention"),
             "layer_types",
             kinds,
             "must say full_attention or sliding_attention for the one layer",
         )
         slides = kinds[0] == "sliding_attention"
-        require(not slides or isinstance(window, int), "sliding_window", window, "layer_types asks for a window size")
+        require(not slides or window is not None, "sliding_window", window, "layer_types asks for a window size")
         return window if slides else None
     if window is None:
         return None
@@ -306,12 +371,19 @@ def _sliding_window(layer: Mapping[str, Any]) -> int | None:
 
 def _read_rope(layer: Mapping[str, Any]):
     for schema in ("rope_scaling", "rope_parameters"):
-        for name, value in (layer.get(schema) or {}).items():
+        settings = _or(layer.get(schema), {})
+        require(isinstance(settings, Mapping), schema, settings, "must be an object")
+        for name, value in settings.items():
             require(name in ROPE, f"{schema}.{name}", value, "is not understood")
+            kinds = (str,) if name in ("rope_type", "type") else (bool,) if name == "truncate" else (int, float)
+            sound = value is None or (type(value) in kinds and value != float("inf") and value == value)
+            require(sound, f"{schema}.{name}", value, f"must be {' or '.join(k.__name__ for k in kinds)}")
+    if layer.get("rope_theta") is not None:
+        _number(layer, "rope_theta")
     old, new = layer.get("rope_scaling") or {}, layer.get("rope_parameters") or {}
     pairs = [("rope_theta", layer.get("rope_theta"), new.get("rope_theta"))]
     pairs += [(f"rope_scaling.{name}", old[name], new[name]) for name in old if name in new]
     for name, a, b in pairs:
         if a is not None and b is not None and a != b:
             raise ConfigError(name, a, f"disagrees with rope_parameters, which says {b!r}")
-    return read_rope(layer)
+    return read_rope({k: v for k, v in layer.items() if not (k == "rope_theta" and v is None)})
