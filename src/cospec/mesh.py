@@ -169,7 +169,7 @@ def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 3
             "nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
         )
     shape = tuple(getattr(config, axis) for axis in AXES)
-    backends = {axis: _backend(chosen, timeout_s) for axis in AXES}
+    backends: dict[int | str, Any] = {axis: _backend(chosen, timeout_s) for axis in AXES}
     device_mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=AXES, backend_override=backends)
     return Mesh(chosen, device_mesh, timeout_s)
 
@@ -177,7 +177,8 @@ def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 3
 def _backend(device: torch.device, timeout_s: float) -> tuple[str, Any]:
     """Backend and options of the mesh's groups: unlike the default group, they would wait for half an hour."""
     name = "nccl" if device.type == "cuda" else "gloo"
-    options: Any = dist.ProcessGroupNCCL.Options() if name == "nccl" else dist.ProcessGroupGloo._Options()
+    group: Any = dist.ProcessGroupNCCL if name == "nccl" else dist.ProcessGroupGloo
+    options = group.Options() if name == "nccl" else group._Options()
     options._timeout = datetime.timedelta(seconds=timeout_s)
     return name, options
 

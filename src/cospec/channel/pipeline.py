@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -216,7 +217,8 @@ def _open_group(
     assert mesh.device_mesh is not None
     table = mesh.device_mesh.mesh  # [pp, dp, cp] of global ranks
     named = ", ".join(tap_name(layer) for layer in stream.layers)
-    mine, peers = None, {}
+    mine: Any = None
+    peers: dict[int, int] = {}
     for dp in range(mesh.dp_size):
         for cp in range(mesh.cp_size):
             column = table[:, dp, cp].tolist()
@@ -227,5 +229,4 @@ def _open_group(
             )
             if (dp, cp) == (mesh.dp_rank, mesh.cp_rank):
                 mine, peers = group, dict(enumerate(column))
-    assert mine is not None
     return mine, peers

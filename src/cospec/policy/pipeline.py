@@ -92,7 +92,10 @@ class PipelineRunner:
         self.microbatches = config.microbatches
         self.ranks = stage_ranks(config.schedule, mesh.pp_size)
         self.order: Order = action_order(config.schedule, mesh.pp_size, config.microbatches)
-        self.group = mesh.group("pp")
+        group = mesh.group("pp")
+        if group is None:
+            raise ValueError("a mesh without pipeline stages: use SequentialRunner")
+        self.group = group
         self.last_stage = self.ranks[-1] == mesh.pp_rank
         self.recorders = {s: TapRecorder(m, tap_layers) for s, m in self.modules.items()} if tap_layers else {}
         self.stages = [self._make_stage(stage, module) for stage, module in self.modules.items()]
@@ -231,9 +234,9 @@ class PipelineRunner:
     def _forward_only(self, inputs: list[tuple], kwargs: list[dict]) -> None:
         """The forwards of this rank in the schedule's order, with messages in each sender's order."""
         last, here = len(self.ranks) - 1, self.mesh.pp_rank
-        sends: list[tuple[dist.Work, Tensor]] = []
+        sends: list[tuple[Any, Tensor]] = []
         arrivals = {rank: self._arrivals(rank) for rank in range(self.mesh.pp_size) if rank != here}
-        received: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
+        received: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         local: dict[tuple[int, int], Tensor] = {}
         for _, stage, microbatch in (a for a in self.order[here] if a.kind == "F"):
             key = (stage, microbatch)
@@ -263,7 +266,7 @@ class PipelineRunner:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def _arrivals(self, source: int) -> Iterator[tuple[tuple[int, int], tuple[dist.Work, Tensor]]]:
+    def _arrivals(self, source: int) -> Iterator[tuple[tuple[int, int], tuple[Any, Tensor]]]:
         """Receives of this rank from `source`, posted one at a time in the order of its sends."""
         for kind, stage, microbatch in self.order[source]:
             if kind == "F" and stage + 1 < len(self.ranks) and self.ranks[stage + 1] == self.mesh.pp_rank:

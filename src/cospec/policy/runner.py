@@ -28,10 +28,15 @@ OnTaps = Callable[[int, Taps], None]
 class Runner(Protocol):
     """Runs a policy over the microbatches of a step."""
 
-    microbatches: int | None
-    """The number of rows in `run` is a multiple of it and all are of one size; None: as you like."""
-    last_stage: bool
-    """Whether this rank has the head: the callbacks are called on such ranks only."""
+    @property
+    def microbatches(self) -> int | None:
+        """The number of rows in `run` is a multiple of it and all are of one size; None: as you like."""
+        ...
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank has the head: the callbacks are called on such ranks only."""
+        ...
 
     @property
     def parts(self) -> list[nn.Module]:

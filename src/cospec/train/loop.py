@@ -40,7 +40,7 @@ def run_rl(config: RunConfig) -> None:
         open_run(config, mesh, data=data, phases=phases, longest=longest) as (learner, saves, log),
     ):
         warm_start(learner, task, log, saves)
-        static_draft = frozen_copy(learner.draft.model) if learner.draft and config.eval.static_control else None
+        static_draft = frozen_copy(learner.draft) if learner.draft and config.eval.static_control else None
         engine = build_engine(config, learner, max_prompt=task.max_prompt_tokens)
         first_step = saves.enter(RUN, learner, static_draft) or 0
         evaluator = Evaluator(config, task, engine, learner, static_draft, log)

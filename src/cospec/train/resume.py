@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from cospec.config import RunConfig
-from cospec.policy.build import full_state
 from cospec.titan import policy_config
 from cospec.train import checkpoint
 from cospec.train.checkpoint import CheckpointError
+from cospec.train.draft_side import DraftSide
 from cospec.train.metrics import CHECKPOINTS
 from cospec.train.state import Part
 from cospec.train.step import Learner
@@ -123,17 +123,17 @@ def define_run(config: RunConfig, learner: Learner, data: Mapping[str, Any]) -> 
     return definition
 
 
-def frozen_copy(draft: nn.Module) -> nn.Module:
+def frozen_copy(draft: DraftSide) -> nn.Module:
     """The draft's weights as they are now, whole, on the CPU, as a module that checkpoints can hold. Collective."""
-    copy = type(draft)(draft.config)
-    copy.load_state_dict(full_state(draft))
+    copy = type(draft.model)(draft.model.config)
+    copy.load_state_dict(draft.full_state())
     return copy.requires_grad_(False)
 
 
 def _parts(learner: Learner, static_draft: nn.Module | None) -> dict[str, Part]:
     parts = {"policy": Part(learner.runner.parts, learner.policy_optim.optimizers)}
     if learner.draft is not None:
-        parts["draft"] = Part([learner.draft.model], learner.draft.optim.optimizers)
+        parts["draft"] = Part(learner.draft.parts, learner.draft.optim.optimizers)
     if static_draft is not None:
         parts["static_draft"] = Part([static_draft])
     return parts

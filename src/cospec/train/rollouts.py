@@ -11,7 +11,6 @@ import torch.distributed as dist
 from cospec.config import RunConfig
 from cospec.draft.eagle3 import Eagle3Draft
 from cospec.mesh import Mesh
-from cospec.policy.build import full_state
 from cospec.records import Document, Rollout, SamplingParams
 from cospec.rl.grpo import group_advantages, length_penalty
 from cospec.rl.tasks import Prompt, Task
@@ -56,8 +55,8 @@ def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Nat
 def refit(engine: NativeEngine, learner: Learner, version: int, *, draft_state: dict | None = None) -> None:
     """Hand the trained weights to the engine; `draft_state` stands in for the trained draft."""
     if draft_state is None and learner.draft is not None:
-        draft_state = full_state(learner.draft.model)
-    engine.refit(full_state(learner.runner.policy), draft_state, version)
+        draft_state = learner.draft.full_state()
+    engine.refit(learner.runner.full_state(), draft_state, version)
 
 
 def sampling(config: RunConfig, task: Task) -> SamplingParams:
