@@ -5,13 +5,17 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cospec.config import ConfigError, Eagle3Config, RopeConfig
-from cospec.draft.eagle3 import Eagle3Draft, init_draft
+from cospec.draft.eagle3 import Eagle3Draft, check_eagle3, init_draft
 from cospec.draft.vocab import vocab_maps
+from cospec.export.card import Card, read_card
 from cospec.export.eagle3 import load_draft, save_draft
 from cospec.export.eagle3_config import UNSERVED, config_json, read_config
+from cospec.export.files import TensorWriter
 
 FAMILIES = ("sglang", "vllm", "speculators")
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -390,3 +394,231 @@ def test_what_public_configs_mean():
 def test_nested_configs_are_refused_by_name(change, named):
     with pytest.raises(ConfigError, match=named):
         read_config({**NESTED, **change})
+
+
+def test_what_readers_take_differently_is_refused():
+    """vLLM and the speculators package default norm_before_residual differently; SpecForge's norm_output is another."""
+    with pytest.raises(ConfigError, match="norm_before_residual=None.*vLLM takes true"):
+        read_config({k: v for k, v in NESTED.items() if k != "norm_before_residual"})
+    explicit = {**FLAT, "norm_output": False}
+    with pytest.raises(ConfigError, match="norm_output=False.*SpecForge"):
+        read_config(explicit)
+    config, family, kept = read_config(explicit, ignore=["norm_output"])
+    assert not config.norm_output
+    assert config_json(config, family, kept=kept)["norm_output"] is False
+    assert "norm_output" not in config_json(read_config(FLAT)[0], "sglang")
+    for kind in ("qwen2", "qwen3"):
+        layer = {**FLAT, "model_type": kind, "num_key_value_heads": None}
+        if kind == "qwen3":
+            layer["architectures"] = ["Eagle3Qwen3ForCausalLM"]
+            layer["head_dim"] = 8
+        with pytest.raises(ConfigError, match="num_key_value_heads=None"):
+            read_config(layer)
+
+
+@pytest.mark.parametrize("name", [n for n in UNSERVED if n != "qk_norm"])
+def test_sglang_is_not_given_what_it_passes_over(tmp_path, name):
+    draft = make_draft(**{name: 7 if name == "sliding_window" else True})
+    with pytest.raises(ConfigError, match=f"draft.{name}=.*SGLang would pass over it"):
+        save_draft(draft, tmp_path / "draft", family="sglang")
+    save_draft(draft, tmp_path / "draft", family="sglang", ignore=[name])
+    assert load_draft(tmp_path / "draft").config == draft.config
+
+
+flags = st.fixed_dictionaries(
+    {
+        "norm_before_residual": st.booleans(),
+        "norm_output": st.booleans(),
+        "attention_bias": st.booleans(),
+        "qk_norm": st.booleans(),
+        "own_embedding": st.booleans(),
+        "sliding_window": st.none() | st.integers(1, 9000),
+        "num_key_value_heads": st.sampled_from([1, 2, 4]),
+        "head_dim": st.sampled_from([2, 6, 16]),
+        "rms_norm_eps": st.sampled_from([1e-6, 1e-5, 3e-3]),
+        "max_position_embeddings": st.integers(1, 2**20),
+        "tap_layers": st.sets(st.integers(0, 90), min_size=1, max_size=4).map(lambda ids: tuple(sorted(ids))),
+        "draft_vocab_size": st.integers(1, 20),
+        "rope": st.builds(
+            RopeConfig,
+            theta=st.sampled_from([1e4, 5e5, 1e6, 12345.678]),
+            scaling=st.sampled_from(["none", "linear"]),
+            factor=st.just(1.0),
+        )
+        | st.builds(RopeConfig, scaling=st.just("linear"), factor=st.floats(1, 64))
+        | st.builds(
+            RopeConfig,
+            scaling=st.just("llama3"),
+            factor=st.floats(1, 64),
+            low_freq_factor=st.floats(0.5, 2),
+            high_freq_factor=st.floats(3, 8),
+            original_max_position_embeddings=st.integers(1, 10**6),
+        )
+        | st.builds(
+            RopeConfig,
+            scaling=st.just("yarn"),
+            factor=st.floats(1, 64),
+            beta_fast=st.floats(8, 64),
+            beta_slow=st.floats(0.5, 4),
+            attention_factor=st.none() | st.floats(0.5, 2),
+            truncate=st.booleans(),
+            original_max_position_embeddings=st.integers(1, 10**6),
+        ),
+    }
+)
+
+
+@given(flags, st.sampled_from(["neither", "norm_before_fc", "fc_norm"]), st.sampled_from(FAMILIES))
+def test_every_flag_comes_back(changes, fusion, family):
+    """Known failures 25 and 26: config -> JSON text -> config is the identity, and so is the text."""
+    config = make_config(**changes, **({fusion: True} if fusion != "neither" else {}))
+    ignore = set(UNSERVED) | {"norm_output"} if family == "sglang" else ()
+    if config.qk_norm and family == "sglang":
+        with pytest.raises(ConfigError, match="qk_norm"):
+            config_json(config, family, ignore=ignore)
+        return
+    text = json.dumps(config_json(config, family, ignore=ignore), sort_keys=True)
+    again, read_as, kept = read_config(json.loads(text), own_embedding=config.own_embedding, ignore=ignore)
+    assert (again, read_as) == (config, family)
+    assert json.dumps(config_json(again, family, kept=kept, ignore=ignore), sort_keys=True) == text
+
+
+junk = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.just([]) | st.just({})
+
+
+@given(st.data(), st.sampled_from([FLAT, NESTED, config_json(make_config(rope=YARN), "vllm")]))
+def test_a_damaged_config_is_read_or_refused(data, raw):
+    """Never half understood, and no other error than one that names the key."""
+    raw = json.loads(json.dumps(raw))
+    place = raw
+    inner = [k for k, v in raw.items() if isinstance(v, dict)]
+    if inner and data.draw(st.booleans()):
+        place = raw[data.draw(st.sampled_from(inner))]
+    key = data.draw(st.sampled_from(sorted(place)))
+    place[key] = data.draw(junk)
+    try:
+        config, family, kept = read_config(raw)
+        check_eagle3(config)
+    except ConfigError:
+        return
+    again = config_json(config, family, kept=kept, ignore=UNSERVED)
+    assert read_config(json.loads(json.dumps(again)))[0] == config
+
+
+def test_a_large_draft_has_several_files(tmp_path):
+    """Every file below the limit, an index that servers understand, the same draft back; byte-equal when repeated."""
+    draft = make_draft(rope=YARN)
+    whole = sum(t.nbytes for t in draft.state_dict().values())
+    save_draft(draft, tmp_path / "one")
+    save_draft(draft, tmp_path / "many", max_shard_bytes=1000)
+    save_draft(draft, tmp_path / "again", max_shard_bytes=1000)
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == whole
+    for i, path in enumerate(files):
+        assert path.name == f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        stored = load_file(path)
+        assert sum(t.nbytes for t in stored.values()) <= 1000 or len(stored) == 1
+        assert {index["weight_map"][key] for key in stored} == {path.name}
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+    one, many = load_draft(tmp_path / "one").state_dict(), load_draft(tmp_path / "many").state_dict()
+    for name, value in one.items():
+        assert torch.equal(many[name], value), name
+
+
+def test_the_file_is_what_safetensors_writes(tmp_path):
+    save_draft(make_draft(), tmp_path / "draft")
+    ours = (tmp_path / "draft/model.safetensors").read_bytes()
+    save_file(load_file(tmp_path / "draft/model.safetensors"), tmp_path / "theirs", metadata={"format": "pt"})
+    assert ours == (tmp_path / "theirs").read_bytes()
+
+
+def damage_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    raw = json.loads(path.read_text())
+    change(raw["weight_map"])
+    path.write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    "damage, named",
+    [
+        (lambda f: damage_index(f, lambda m: m.update({"fc.weight": "../other.safetensors"})), "fc.weight.*outside"),
+        (lambda f: damage_index(f, lambda m: m.update({"fc.weight": "absent.safetensors"})), "fc.weight.*no file"),
+        (lambda f: damage_index(f, lambda m: m.pop("fc.weight")), "fc.weight.*not in model.safetensors.index"),
+        (lambda f: damage_index(f, lambda m: m.update(ghost=m["fc.weight"])), "ghost.*none of the files"),
+        (lambda f: damage_index(f, lambda m: m.update({"fc.weight": m["norm.weight"]})), "fc.weight.*index.json says"),
+        (lambda f: damage_index(f, lambda m: m.clear()), "weight_map"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "model.safetensors.index.json").unlink(), "no model.safetensors.index.json"),
+        (lambda f: save_file({"x": torch.ones(1)}, f / "extra.safetensors"), "extra.safetensors.*not in"),
+        (lambda f: (f / "config.json").write_text("[1]"), "JSON object"),
+        (lambda f: (f / "config.json").write_text('{"architectures"'), "config.json.*cannot be read"),
+        (lambda f: cut(next(f.glob("model-00002*")), 40), "model-00002.*not a readable safetensors file"),
+        (lambda f: cut(next(f.glob("model-00002*")), 10**9), "model-00002.*not a readable safetensors file"),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused(tmp_path, damage, named):
+    """Known failures 29 and 30: truncated, missing, doubled or foreign files are named."""
+    save_draft(make_draft(), tmp_path / "draft", max_shard_bytes=1000)
+    load_draft(tmp_path / "draft")
+    damage(tmp_path / "draft")
+    with pytest.raises(ConfigError, match=named):
+        load_draft(tmp_path / "draft")
+
+
+def cut(path, count):
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_link_out_of_the_folder_is_refused(tmp_path, name):
+    save_draft(make_draft(), tmp_path / "draft")
+    (tmp_path / "draft" / name).rename(tmp_path / name)
+    (tmp_path / "draft" / name).symlink_to(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"file='{name}'.*leads out of"):
+        load_draft(tmp_path / "draft")
+    (tmp_path / "linked").symlink_to(tmp_path / "draft")
+    with pytest.raises(FileExistsError, match="linked"):
+        save_draft(make_draft(), tmp_path / "linked", overwrite=True)
+
+
+def test_two_files_without_an_index_are_refused(tmp_path):
+    save_draft(make_draft(), tmp_path / "draft")
+    save_file({"x": torch.ones(1)}, tmp_path / "draft/other.safetensors")
+    with pytest.raises(ConfigError, match="other.safetensors.*beside model.safetensors"):
+        load_draft(tmp_path / "draft")
+
+
+def test_the_card_states_policy_data_acceptance_and_commit(tmp_path):
+    card = Card(policy="org/policy", data="rollouts | of\na task", acceptance="2.31 at k = 5", commit="abc123")
+    save_draft(make_draft(norm_output=True), tmp_path / "draft", card=card)
+    text = (tmp_path / "draft/README.md").read_text()
+    for said in ("org/policy", "2.31 at k = 5", "abc123", "norm_output", "1, 5, 8"):
+        assert said in text
+    assert read_card(tmp_path / "draft") == Card(
+        policy="org/policy", data="rollouts | of a task", acceptance="2.31 at k = 5", commit="abc123"
+    )
+    save_draft(make_draft(), tmp_path / "other", verifier="org/policy")
+    bare = read_card(tmp_path / "other")
+    assert bare.policy == "org/policy"
+    assert bare.data is None
+    assert "not recorded" in (tmp_path / "other/README.md").read_text()
+    assert "cospec" in (bare.commit or "")
+    assert read_card(tmp_path) == Card()
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    """Known failure 30: the disk fills up in the middle; the folder that was there is still whole."""
+    save_draft(make_draft(), tmp_path / "draft")
+    before = (tmp_path / "draft/model.safetensors").read_bytes()
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorWriter, "finish", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_draft(make_draft(seed=1), tmp_path / "draft", overwrite=True)
+    assert (tmp_path / "draft/model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["draft"]
