@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+from pathlib import Path
+
 import torch
 
 from cospec.features.source import FeatureDocument, FeatureInfo
@@ -48,3 +52,11 @@ def write_store(folder, count: int = 10, per_shard: int = 4, **changes) -> list[
     writer.finish()
     writer.close()
     return documents
+
+
+def save(content: object, path: Path) -> None:
+    """torch.save, compressed where the name says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(gzip.compress(buffer.getvalue()) if path.suffix == ".gz" else buffer.getvalue())

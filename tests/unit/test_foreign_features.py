@@ -1,7 +1,5 @@
 """Features of SpecForge and speculators, made here from the description of their formats."""
 
-import gzip
-import io
 import os
 from pathlib import Path
 
@@ -14,16 +12,9 @@ from cospec.features.foreign import open_features
 from cospec.features.source import BadSample, BadSamples, split_by_document
 from cospec.features.teacher import PolicyEnds, check_features_fit
 from cospec.features.vocab import documents_of
-from support.feature_files import DT, P, V, make_feature_document, write_store
+from support.feature_files import DT, P, V, make_feature_document, save, write_store
 
 LAYERS = (0, 1, 2)
-
-
-def save(content: object, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    path.write_bytes(gzip.compress(buffer.getvalue()) if path.suffix == ".gz" else buffer.getvalue())
 
 
 def specforge_dict(i: int, form: str = "eagle3") -> dict:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cospec.config import ConfigError
 from cospec.data.packing import make_batch, plan
 from cospec.features.samples import Samples, check_document
-from cospec.features.source import BadSample, FeatureDocument
+from cospec.features.source import BadSample, FeatureDocument, FeatureInfo
 from cospec.features.store import StoreError, StoreWriter
 from cospec.mesh import Mesh
 from cospec.policy.runner import Runner
@@ -33,6 +35,18 @@ class _Item:
     sample: int
     name: str
     document: Document
+
+
+def open_writer(folder: str | Path, info: FeatureInfo, mesh: Mesh, *, num_shards: int) -> StoreWriter:
+    """A writer on every rank; what rank 0 finds wrong is raised on all. Collective."""
+    writer, problem = None, None
+    if mesh.world_rank == 0:
+        try:
+            writer = StoreWriter(folder, info, num_shards=num_shards)
+        except (ConfigError, StoreError) as error:
+            problem = error
+    _together((None if problem is None else str(problem), 0, 0), mesh, problem)
+    return writer if writer is not None else StoreWriter(folder, info, num_shards=num_shards, first=False)
 
 
 def extract(

@@ -295,6 +295,7 @@ def _atomic(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
         yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())  # safetensors makes files that only their owner can read
         _fsync(temporary)
         os.replace(temporary, path)
         _fsync(path.parent)
@@ -304,6 +305,12 @@ def _atomic(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _fsync(path: Path) -> None:

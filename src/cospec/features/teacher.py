@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from cospec import hf
 from cospec.config import ConfigError, PolicyConfig, RopeConfig, require
 from cospec.features.source import FeatureInfo, tokenizer_hash
 from cospec.features.store import POLICY, write_tensors
+from cospec.mesh import Mesh
 
 _NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
@@ -78,6 +80,22 @@ def read_stored_ends(folder: str | Path, info: FeatureInfo) -> PolicyEnds:
     return _make(config, found, info.tokenizer, str(path))
 
 
+def gather_ends(parts: Sequence[nn.Module], mesh: Mesh, config: PolicyConfig) -> PolicyEnds:
+    """The ends of a policy that is in memory, sharded and staged as it may be. Collective."""
+    wanted = ("tok_embeddings.weight", "norm.weight", "lm_head.weight")
+    local = {n: _whole(p) for part in parts for n, p in part.named_parameters() if n in wanted}
+    state = mesh.union_over_pp(local)
+    head = state.get("lm_head.weight", state.get("tok_embeddings.weight"))
+    embed = state.get("tok_embeddings.weight", head)
+    assert embed is not None and head is not None  # noqa: PT018
+    return PolicyEnds(config, embed, state["norm.weight"], embed if config.tie_word_embeddings else head)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().cpu()
+
+
 def save_ends(folder: str | Path, ends: PolicyEnds) -> None:
     """Leave the ends beside a store."""
     tensors = {"embed": ends.embed_VD, "norm": ends.norm_D}
@@ -133,4 +151,6 @@ def folder_tokenizer_hash(folder: str | Path) -> str | None:
 
 def policy_config_from_json(raw: Mapping[str, Any]) -> PolicyConfig:
     """A PolicyConfig out of `dataclasses.asdict` of one."""
-    return PolicyConfig(**{**raw, "rope": RopeConfig(**raw["rope"])})
+    values = dict(raw)
+    values["rope"] = RopeConfig(**raw["rope"])
+    return PolicyConfig(**values)
