@@ -76,7 +76,7 @@ def save(
             "world_size": _world_size(),
             "definition": definition,
             "progress": progress,
-            "optimizers": [name for name, part in parts.items() if part.optimizers],
+            "optimizers": with_optimizers,
             **writer.index,
         }
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -95,6 +95,7 @@ def save(
     _together(prepare if _rank() == 0 else None, what)
     try:
         state = _together(lambda: {**collect(parts), **_own_random_state()}, what)
+        with_optimizers = _anywhere([name for name, part in parts.items() if part.optimizers])
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _dcp(lambda: dcp.save(state, storage_writer=writer, planner=planner), what)
         _together(publish if _rank() == 0 else None, what)
@@ -330,6 +331,15 @@ def _together(work: Callable[[], Any] | None, what: str) -> Any:
         message = text if name in ("CheckpointError", "NewerFormatError") else f"{what}: {name}: {text}"
         raise kind(f"{message} (rank {rank})") from error
     return result
+
+
+def _anywhere(names: list[str]) -> list[str]:
+    """The names that any rank has: with pipeline stages, a part may live on some ranks only."""
+    if not dist.is_initialized():
+        return names
+    everyone: list[Any] = [None] * _world_size()
+    dist.all_gather_object(everyone, names)
+    return sorted({name for theirs in everyone for name in theirs})
 
 
 def _dcp(work: Callable[[], Any], what: str) -> None:
