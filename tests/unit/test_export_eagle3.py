@@ -68,21 +68,21 @@ def make_draft(seed: int = 0, **changes) -> Eagle3Draft:
 def test_round_trip(tmp_path, family, changes):
     """Known failures 21 and 25: config, flags, RoPE, map and every value come back."""
     draft, unserved = make_draft(**changes), UNSERVED if family == "sglang" else ()
-    save_draft(draft, tmp_path / "draft", family=family, ignore=unserved)
+    save_draft(draft, tmp_path / "draft", family=family, verifier="org/policy", ignore=unserved)
     again = load_draft(tmp_path / "draft")
     assert again.config == draft.config
     state, expected = again.state_dict(), draft.state_dict()
     assert state.keys() == expected.keys()
     for name in expected:
         assert torch.equal(state[name], expected[name]), name
-    save_draft(again, tmp_path / "twice", family=family, ignore=unserved)
+    save_draft(again, tmp_path / "twice", family=family, verifier="org/policy", ignore=unserved)
     for name in ("model.safetensors", "config.json", "README.md"):
         assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "draft" / name).read_bytes()
 
 
 @pytest.mark.parametrize("family", ["vllm", "speculators"])
 def test_query_and_key_norms(tmp_path, family):
-    save_draft(make_draft(qk_norm=True), tmp_path / "draft", family=family)
+    save_draft(make_draft(qk_norm=True), tmp_path / "draft", family=family, verifier="org/policy")
     assert load_draft(tmp_path / "draft").config.qk_norm
     raw = json.loads((tmp_path / "draft/config.json").read_text())
     if family == "vllm":
@@ -121,7 +121,7 @@ def test_what_each_family_writes(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_vocabulary_has_no_map(tmp_path, family):
-    save_draft(make_draft(draft_vocab_size=20), tmp_path / "draft", family=family)
+    save_draft(make_draft(draft_vocab_size=20), tmp_path / "draft", family=family, verifier="org/policy")
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "draft/model.safetensors"))
 
 
@@ -361,7 +361,9 @@ def test_public_configs_come_back_with_nothing_lost(name):
     kept_in(raw, written)
     assert read_config(written) == (config, family, kept)
     for other in FAMILIES:  # and the draft is the same one in the other families' words
-        again, read_as, _ = read_config(json.loads(json.dumps(config_json(config, other, kept=kept, ignore=UNSERVED))))
+        again, read_as, _ = read_config(
+            json.loads(json.dumps(config_json(config, other, kept=kept, verifier="org/policy", ignore=UNSERVED)))
+        )
         assert again == config
         assert read_as == other
 
@@ -394,6 +396,11 @@ def test_what_public_configs_mean():
 def test_nested_configs_are_refused_by_name(change, named):
     with pytest.raises(ConfigError, match=named):
         read_config({**NESTED, **change})
+
+
+def test_speculators_files_name_their_policy():
+    with pytest.raises(ConfigError, match="verifier=None.*must name the policy"):
+        config_json(make_config(), "speculators")
 
 
 def test_what_readers_take_differently_is_refused():
@@ -477,7 +484,7 @@ def test_every_flag_comes_back(changes, fusion, family):
         with pytest.raises(ConfigError, match="qk_norm"):
             config_json(config, family, ignore=ignore)
         return
-    text = json.dumps(config_json(config, family, ignore=ignore), sort_keys=True)
+    text = json.dumps(config_json(config, family, verifier="org/policy", ignore=ignore), sort_keys=True)
     again, read_as, kept = read_config(json.loads(text), own_embedding=config.own_embedding, ignore=ignore)
     assert (again, read_as) == (config, family)
     assert json.dumps(config_json(again, family, kept=kept, ignore=ignore), sort_keys=True) == text
@@ -501,7 +508,7 @@ def test_a_damaged_config_is_read_or_refused(data, raw):
         check_eagle3(config)
     except ConfigError:
         return
-    again = config_json(config, family, kept=kept, ignore=UNSERVED)
+    again = config_json(config, family, kept=kept, verifier="org/policy", ignore=UNSERVED)
     assert read_config(json.loads(json.dumps(again)))[0] == config
 
 

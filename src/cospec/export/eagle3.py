@@ -89,7 +89,7 @@ def save_draft(
     Args:
         state: whole tensors to write instead of the draft's own, read one at a time.
         dtype: of the floating tensors on disk; None keeps the draft's.
-        verifier: name or path of the policy, for the speculators family and the card.
+        verifier: name or path of the policy; the speculators family cannot do without.
         card: what README.md says of policy, data, acceptance and commit.
         max_shard_bytes: of tensor data in one file; more makes several files and an index.
         overwrite: replace a folder that has files in it.

@@ -143,7 +143,7 @@ def config_json(
 
     Args:
         kept: inert keys to carry along, from `read_config`.
-        verifier: name or path of the policy, for the speculators family.
+        verifier: name or path of the policy, which the speculators family must say.
         ignore: flags to write although SGLang passes over them (`UNSERVED`); not qk_norm.
 
     Raises ConfigError when the family has no place for a flag.
@@ -193,6 +193,8 @@ def config_json(
         return {**kept, "architectures": [LLAMA], **layer, **nested, **draft, **ids}
     if family == "vllm":
         return {**kept, "architectures": [QWEN3 if c.qk_norm else LLAMA], **layer, **nested, **draft, IDS: hf_ids}
+    if "speculators_config" not in kept:
+        require(verifier is not None, "verifier", None, "must name the policy: readers of this family ask it for sizes")
     kept.setdefault(
         "speculators_config",
         {
@@ -224,13 +226,10 @@ def _family(raw: Mapping[str, Any]) -> Family:
             "must hold the settings of the layer",
         )
         return "speculators"
-    names = raw.get("architectures") or [None]
-    require(
-        len(names) == 1 and names[0] in ARCHITECTURES,
-        "architectures",
-        raw.get("architectures"),
-        f"must be one of {', '.join(ARCHITECTURES)}, or a speculators file",
-    )
+    names = raw.get("architectures")
+    known = isinstance(names, list) and len(names) == 1 and names[0] in list(ARCHITECTURES)
+    rule = f"must be one of {', '.join(ARCHITECTURES)}, or a speculators file: no other kind of draft is read"
+    require(known, "architectures", names, rule)
     return "vllm" if IDS in raw else "sglang"
 
 
@@ -386,4 +385,12 @@ def _read_rope(layer: Mapping[str, Any]):
     for name, a, b in pairs:
         if a is not None and b is not None and a != b:
             raise ConfigError(name, a, f"disagrees with rope_parameters, which says {b!r}")
-    return read_rope({k: v for k, v in layer.items() if not (k == "rope_theta" and v is None)})
+    said = {k: v for k, v in layer.items() if v is not None} | {
+        "rope_scaling": _said(old),
+        "rope_parameters": _said(new),
+    }
+    return read_rope(said)
+
+
+def _said(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}

@@ -110,7 +110,7 @@ def build_draft(
         tokenizer: hash of the policy's tokenizer where it is known; a saved vocabulary must be of the same.
     """
     settings, vocab = config.draft, None
-    checkpoint = load_draft(settings.init) if settings.init is not None else None
+    checkpoint = load_draft(settings.init, tap_layers=settings.tap_layers) if settings.init is not None else None
     if settings.vocab_path is not None:
         rule = "cannot be given with draft.init: the draft brings its own vocabulary"
         require(checkpoint is None, "draft.vocab_path", settings.vocab_path, rule)

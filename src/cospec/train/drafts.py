@@ -1,0 +1,137 @@
+"""The draft of a run's checkpoint, to be exported without loading the rest of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from cospec.config import ConfigError, Eagle3Config, RopeConfig
+from cospec.draft.eagle3 import Eagle3Draft
+from cospec.export.card import Card, commit
+from cospec.export.eagle3 import read_raw
+from cospec.export.eagle3_config import read_config
+from cospec.train import checkpoint
+from cospec.train.checkpoint import MANIFEST, CheckpointError
+from cospec.train.loop import RUN
+from cospec.train.metrics import CHECKPOINTS, EVALUATIONS, METRICS, read_rows
+from cospec.train.storage import SafetensorsReader
+
+PREFIX = "draft.model."
+MEASURED = "acceptance_length_cotrained"
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that a run's folder or a checkpoint's folder means; None for any other folder.
+
+    Raises CheckpointError for a run without a good one.
+    """
+    if (folder / MANIFEST).is_file():
+        return folder
+    if not (folder / CHECKPOINTS).is_dir():
+        if (folder / METRICS).is_file():
+            raise CheckpointError(f"{folder}: the run kept no checkpoint (checkpoint.every is 0)")
+        return None
+    found = checkpoint.newest_good(folder / CHECKPOINTS)
+    if found is None:
+        raise CheckpointError(f"{folder}: the run has no good checkpoint")
+    return found
+
+
+def read_checkpoint(path: Path) -> tuple[Eagle3Draft, Mapping[str, Tensor], Card]:
+    """The draft's shape (on the meta device), its tensors, each read when asked for, and what the run knew.
+
+    Raises CheckpointError for a checkpoint that is broken or has no draft.
+    """
+    manifest = checkpoint.verify(path)
+    said = manifest["definition"].get("draft")
+    if said is None:
+        raise CheckpointError(f"{path}: the run had no draft (draft.enabled was off)")
+    names = {field.name for field in fields(Eagle3Config)}
+    shape = {name: value for name, value in said.items() if name in names}
+    shape |= {"rope": RopeConfig(**shape["rope"]), "tap_layers": tuple(shape["tap_layers"])}
+    with torch.device("meta"):
+        draft = Eagle3Draft(Eagle3Config(**shape))
+    run = path.parent.parent
+    settings = _read(run / "config.json")
+    init = settings.get("draft", {}).get("init")
+    if init is None:
+        draft.init_seed = manifest["definition"]["seed"]
+    else:
+        draft.kept_config = _kept(init, draft.config)
+    return draft, _Tensors(path, manifest), _card(run, settings, manifest)
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """Whole tensors of a checkpoint's draft; one at a time is in memory."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]):
+        self.path, self.manifest = path, manifest
+        self.names = [n.removeprefix(PREFIX) for n in manifest["tensors"] if n.startswith(PREFIX)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.manifest["tensors"][PREFIX + name]
+        wanted = {PREFIX + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))}
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(wanted, storage_reader=SafetensorsReader(self.path, self.manifest), planner=planner, no_dist=True)
+        return wanted[PREFIX + name]
+
+
+def _kept(folder: str, config: Eagle3Config) -> dict[str, Any]:
+    """Keys of the config.json that the run started from which change nothing; none when it is gone."""
+    try:
+        return read_config(read_raw(folder), tap_layers=config.tap_layers)[2]
+    except ConfigError:
+        return {}
+
+
+def _card(run: Path, settings: Mapping[str, Any], manifest: Mapping[str, Any]) -> Card:
+    """What the run's own files say; figures of the last step that the checkpoint holds."""
+    policy = settings.get("policy", {})
+    name = policy.get("hf_path") or policy.get("flavor")
+    task, data = settings.get("rl", {}).get("task"), settings.get("data", {})
+    progress = manifest["progress"]
+    done = progress["phase_step"] if progress["phase"] == RUN else 0
+    rows = [r for r in read_rows(run / METRICS) if r["step"] < done]
+    last = rows[-1] if rows else {}
+    features = settings.get("offline", {}).get("features")
+    rollouts = last.get("rollout_acceptance_length") is not None
+    source = f"rollouts of {task}" if rollouts else features or data.get("path") or "synthetic documents"
+    acceptance = None
+    measured = [r for r in read_rows(run / EVALUATIONS) if r["step"] <= done and r.get(MEASURED) is not None]
+    if measured:
+        acceptance = f"{measured[-1][MEASURED]:.3f} tokens a verification on held-out prompts"
+    elif rollouts:
+        acceptance = f"{last['rollout_acceptance_length']:.3f} tokens a verification, rollouts of step {last['step']}"
+    elif last.get("draft_simulated_acceptance_length") is not None:
+        figure = last["draft_simulated_acceptance_length"]
+        acceptance = f"{figure:.3f} tokens a verification, simulated on the documents of step {last['step']}"
+    return Card(
+        policy=name,
+        data=f"{source}, {manifest['step']} optimizer steps",
+        acceptance=acceptance,
+        commit=_read(run / "run.json").get("commit") or commit(),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
