@@ -14,15 +14,25 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import tyro
 
-from cospec.config import AttentionConfig, ConfigError, MeshConfig, PolicyConfig, require
-from cospec.draft.attach import check_tap_layers, default_tap_layers
+from cospec.config import (
+    AttentionConfig,
+    ConfigError,
+    MeshConfig,
+    PipelineConfig,
+    PolicyConfig,
+    RunConfig,
+    TrainConfig,
+    check_tap_layers,
+    default_tap_layers,
+    require,
+)
 from cospec.features import extract as extraction
-from cospec.features.samples import Samples, open_samples
+from cospec.features.samples import Samples, load_tokenizer, open_samples
 from cospec.features.source import FeatureInfo
 from cospec.features.store import FeatureStore, StoreError
 from cospec.features.teacher import (
@@ -33,11 +43,11 @@ from cospec.features.teacher import (
     save_ends,
 )
 from cospec.mesh import Mesh, build_mesh, choose_dtype, close_mesh
-from cospec.policy.build import build_policy
 from cospec.policy.runner import Runner, SequentialRunner
 from cospec.titan import policy_config
 from cospec.train import checkpoint
 from cospec.train.console import Progress
+from cospec.train.setup import build_pipeline, build_stages
 from cospec.train.state import Part
 
 
@@ -67,6 +77,7 @@ class ExtractConfig:
     max_bad_share: float = 0.05
     """A larger share of samples left out ends with exit code 1; the store is kept."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -75,6 +86,7 @@ class ExtractConfig:
 
 
 def run(config: ExtractConfig) -> None:
+    """Extract on the mesh that torchrun started."""
     for name in ("documents_per_shard", "row_tokens"):
         require(getattr(config, name) >= 1, name, getattr(config, name), "must be >= 1")
     require(
@@ -94,7 +106,7 @@ def run(config: ExtractConfig) -> None:
     ends = read_ends(config.policy.hf_path) if config.policy.hf_path else gather_ends(runner.parts, mesh, sizes)
     if mesh.world_rank == 0:
         save_ends(config.output, ends)
-    show = Show(mesh, config.documents_per_shard)
+    show = Show(mesh)
     extraction.extract(
         runner,
         samples,
@@ -107,8 +119,9 @@ def run(config: ExtractConfig) -> None:
         on_progress=show,
     )
     writer.close()
+    first_rank = mesh.world_rank == 0
     close_mesh(mesh)
-    if mesh.world_rank == 0:
+    if first_rank:
         report(config, samples)
 
 
@@ -126,15 +139,26 @@ def find_policy(config: ExtractConfig) -> PolicyConfig:
 
 def build_runner(config: ExtractConfig, mesh: Mesh, dtype: torch.dtype) -> tuple[Runner, PolicyConfig, tuple[int, ...]]:
     """The policy with hooks on its tapped layers, its sizes, and the layers."""
-    policy = build_policy(config.policy, mesh, seed=config.seed, device=mesh.device, dtype=dtype)
+    run = RunConfig(
+        seed=config.seed,
+        mesh=config.mesh,
+        policy=config.policy,
+        attention=config.attention,
+        pipeline=config.pipeline,
+        train=TrainConfig(row_tokens=config.row_tokens),
+    )
+    stages = build_stages(run, mesh, dtype)
     if config.checkpoint is not None:
         path = Path(config.checkpoint)
         definition = checkpoint.read_manifest(path)["definition"]
-        checkpoint.load(path, {"policy": Part([policy])}, definition=definition)
-    sizes = policy_config(policy.config)
+        checkpoint.load(path, {"policy": Part(list(stages.values()))}, definition=definition)
+    spec = next(iter(stages.values())).config
+    sizes = policy_config(spec)
     taps = config.tap_layers if config.tap_layers is not None else default_tap_layers(sizes.num_hidden_layers)
     check_tap_layers(taps, sizes.num_hidden_layers)
-    return SequentialRunner(policy, mesh, config.attention, taps), sizes, taps
+    if mesh.pp_size > 1:
+        return build_pipeline(run, mesh, stages, taps, dtype), sizes, taps
+    return SequentialRunner(stages[0], mesh, config.attention, taps), sizes, taps
 
 
 def describe(
@@ -167,21 +191,10 @@ def describe(
     )
 
 
-def load_tokenizer(folder: str | None) -> Any:
-    """The tokenizer of a folder; None where there is none, or no transformers to read it."""
-    if folder is None or not any((Path(folder) / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError("tokenizer", folder, "needs the package transformers: pip install transformers") from error
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
 class Show:
     """Progress on the console of rank 0: shards, documents a second, bytes written, time left."""
 
-    def __init__(self, mesh: Mesh, per_shard: int):
+    def __init__(self, mesh: Mesh):
         from rich.console import Console
 
         self.progress = Progress(Console(quiet=mesh.world_rank != 0, highlight=False, soft_wrap=True))

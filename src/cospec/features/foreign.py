@@ -38,7 +38,12 @@ _PROBES = 50  # samples to try for one that can be read, when a folder is opened
 
 
 def open_features(
-    folder: str | Path, *, tap_layers: Sequence[int] | None = None, vocab_size: int | None = None
+    folder: str | Path,
+    *,
+    tap_layers: Sequence[int] | None = None,
+    vocab_size: int | None = None,
+    need_layers: bool = True,
+    allow_incomplete: bool = False,
 ) -> FeatureSource:
     """Whatever features the folder holds, ours or foreign.
 
@@ -46,21 +51,25 @@ def open_features(
         tap_layers: 0-based layers that were tapped; foreign files do not say, so they must
             be given there, and must agree with what our own store says.
         vocab_size: of the policy; foreign samples with other ids are bad.
+        need_layers: False takes foreign files without `tap_layers`, for uses that ask nothing of the taps.
+        allow_incomplete: see FeatureStore.
 
     Raises ConfigError: no features, or tap layers missing or in disagreement.
     """
     path = Path(folder)
     require(path.is_dir(), "features", str(folder), "is no folder")
     if (path / DESCRIPTION).is_file():
-        store = FeatureStore(path)
+        store = FeatureStore(path, allow_incomplete=allow_incomplete)
         given = None if tap_layers is None else tuple(tap_layers)
         rule = f"the store in {folder} holds the outputs of layers {store.info.tap_layers}"
         require(given in (None, store.info.tap_layers), "draft.tap_layers", given, rule)
         return store
     source = _open_foreign(path, vocab_size)
     rule = f"{folder}: {source.info.format} files do not say which layers they hold; name them (0-based)"
-    require(tap_layers is not None, "draft.tap_layers", None, rule)
-    taps = tuple(tap_layers or ())
+    require(tap_layers is not None or not need_layers, "draft.tap_layers", None, rule)
+    if tap_layers is None:
+        return source
+    taps = tuple(tap_layers)
     count = source.info.num_taps
     require(count in (None, len(taps)), "draft.tap_layers", taps, f"{folder} holds the outputs of {count} layers")
     source.info = replace(source.info, tap_layers=taps)

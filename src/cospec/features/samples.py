@@ -184,3 +184,14 @@ def check_document(document: Document, name: str, vocab_size: int, longest: int)
         raise BadSample(name, f"token id {int(high)} is outside 0..{vocab_size - 1}")
     if document.input_ids.numel() > longest:
         raise BadSample(name, f"has {document.input_ids.numel()} tokens, at most {longest} fit; set max_tokens")
+
+
+def load_tokenizer(folder: str | None) -> Any:
+    """The tokenizer of a folder; None where there is none, or no transformers to read it."""
+    if folder is None or not any((Path(folder) / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError("tokenizer", folder, "needs the package transformers: pip install transformers") from error
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
