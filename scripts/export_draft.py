@@ -84,9 +84,13 @@ def export(
     print(f"{output}: {to}, from {checkpoint or source}")
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
     try:
-        tyro.cli(export, description=__doc__)
+        tyro.cli(export, args=argv, description=__doc__)
     except (ConfigError, CheckpointError, FileExistsError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

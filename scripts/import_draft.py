@@ -54,9 +54,13 @@ def import_draft(
     print(f"{output}: from a {found.family} folder; start from it with --draft.init {output}")
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
     try:
-        tyro.cli(import_draft, description=__doc__)
+        tyro.cli(import_draft, args=argv, description=__doc__)
     except (ConfigError, FileExistsError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

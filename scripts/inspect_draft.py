@@ -59,12 +59,17 @@ def inspect(
     return wrong
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
     try:
-        reasons = tyro.cli(inspect, description=__doc__)
+        reasons = tyro.cli(inspect, args=argv, description=__doc__)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     for reason in reasons:
         print(f"unsound: {reason}", file=sys.stderr)
-    raise SystemExit(1 if reasons else 0)
+    if reasons:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

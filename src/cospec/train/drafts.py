@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -89,7 +90,9 @@ class _Tensors(Mapping[str, Tensor]):
         entry = self.manifest["tensors"][PREFIX + name]
         wanted = {PREFIX + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load(wanted, storage_reader=SafetensorsReader(self.path, self.manifest), planner=planner, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+            dcp.load(wanted, storage_reader=SafetensorsReader(self.path, self.manifest), planner=planner, no_dist=True)
         return wanted[PREFIX + name]
 
 
