@@ -13,7 +13,8 @@ from cospec import titan
 from cospec.config import ConfigError, DraftConfig, Eagle3Config, PolicyConfig, RopeConfig, default_tap_layers
 from cospec.draft.attach import attach_draft, check_fits, derive_config
 from cospec.draft.eagle3 import Eagle3Draft, RMSNorm, check_eagle3, init_draft
-from cospec.draft.rope import cos_sin, rotate
+from cospec.draft.rope import cos_sin
+from cospec.ops.dense import rotate_halves as rotate
 
 SIZES = {
     "hidden_size": 16,

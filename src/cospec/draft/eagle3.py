@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cospec.config import Eagle3Config, require
-from cospec.draft.rope import cos_sin, rotate
+from cospec.draft.rope import cos_sin
 from cospec.draft.ttt import unroll
+from cospec.ops.dense import rms_norm, rotate_halves, swiglu
 from cospec.records import Batch, Taps
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -95,9 +96,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.to(wide.dtype)).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -124,7 +123,7 @@ class Attention(nn.Module):
             q_TNH, k_TMH = self.q_norm(q_TNH), self.k_norm(k_TMH)
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos_TH, sin_TH = cos_sin(self.config.rope, self.config.head_dim, positions_T, dtype)
-        return rotate(q_TNH, cos_TH, sin_TH), rotate(k_TMH, cos_TH, sin_TH), v_TMH
+        return rotate_halves(q_TNH, cos_TH, sin_TH), rotate_halves(k_TMH, cos_TH, sin_TH), v_TMH
 
 
 class MLP(nn.Module):
@@ -137,7 +136,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return swiglu(x, *(part.weight.to(x.dtype) for part in (self.gate_proj, self.up_proj, self.down_proj)))
 
 
 class DecoderLayer(nn.Module):

@@ -25,13 +25,5 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions_T: Tensor, dtype: torch.d
     """cos and sin [T, H] of the positions; angles in float64, for they grow with the position."""
     freq, factor = _frequencies(rope, head_dim, positions_T.device)
     angle = positions_T.to(torch.float64)[:, None] * freq
-    angle = torch.cat([angle, angle], dim=-1)
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
-
-
-def rotate(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-    """x with dims (i, i + H/2) of every head turned by the row's angle; keeps x's dtype."""
-    cos, sin = cos_TH[:, None], sin_TH[:, None]
-    x = x_TNH.to(cos.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x_TNH.dtype)
+    cos, sin = ((x * factor).to(dtype) for x in (angle.cos(), angle.sin()))
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
