@@ -227,7 +227,8 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "vllm"] = "native"
+    """vllm: the real one, in this process (one rank); see docs/vllm.md."""
     num_draft_tokens: int = 5
     """k, the chain a draft proposes before a verification, 1..16; 0 switches speculation off."""
     max_new_tokens: int = 96
@@ -386,6 +387,8 @@ def check(config: RunConfig) -> None:
     )
     require(c.rollout.max_new_tokens >= 1, "rollout.max_new_tokens", c.rollout.max_new_tokens, "must be >= 1")
     require(c.rollout.temperature > 0, "rollout.temperature", c.rollout.temperature, "must be > 0: RL needs samples")
+    require(c.rollout.top_k >= 0, "rollout.top_k", c.rollout.top_k, "must be >= 0 (0 = off)")
+    require(0 < c.rollout.top_p <= 1, "rollout.top_p", c.rollout.top_p, "must be in (0, 1] (1 = off)")
     for name in ("prompts_per_step", "updates_per_batch"):
         require(getattr(c.rl, name) >= 1, f"rl.{name}", getattr(c.rl, name), "must be >= 1")
     require(c.rl.samples_per_prompt >= 2, "rl.samples_per_prompt", c.rl.samples_per_prompt, "must be >= 2: a group")
@@ -397,7 +400,11 @@ def check(config: RunConfig) -> None:
     o = c.offline
     require(0 <= o.validation_share < 1, "offline.validation_share", o.validation_share, "must be in [0, 1)")
     require(0 <= o.max_bad_share <= 1, "offline.max_bad_share", o.max_bad_share, "must be in 0..1")
-    require(c.eval.prompts >= 1, "eval.prompts", c.eval.prompts, "must be >= 1")
+    for name in ("batch_documents", "draft_batch_documents"):
+        require(getattr(c.warm_start, name) >= 1, f"warm_start.{name}", getattr(c.warm_start, name), "must be >= 1")
+    for name in ("prompts", "speed_batch"):
+        require(getattr(c.eval, name) >= 1, f"eval.{name}", getattr(c.eval, name), "must be >= 1")
+    require(c.eval.every >= 0, "eval.every", c.eval.every, "must be >= 0 (0 = at the start and the end only)")
     require(c.checkpoint.every >= 0, "checkpoint.every", c.checkpoint.every, "must be >= 0 (0 = never)")
     require(c.checkpoint.keep >= 1, "checkpoint.keep", c.checkpoint.keep, "must be >= 1")
     require(c.data.synthetic_documents >= 1, "data.synthetic_documents", c.data.synthetic_documents, "must be >= 1")

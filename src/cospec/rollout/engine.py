@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from cospec.records import Rollout, SamplingParams
 class Engine(Protocol):
     """Generates from the newest weights that it was given."""
 
+    policy_version: int
+
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, sample_ids: list[int] | None = None
     ) -> list[Rollout]:
@@ -22,6 +25,10 @@ class Engine(Protocol):
 
     def refit(self, policy_state: Mapping[str, Tensor], draft_state: Mapping[str, Tensor] | None, version: int) -> None:
         """Take over new weights (full tensors by state-dict name); rollouts carry `version` from now on."""
+        ...
+
+    def speculation(self, num_draft_tokens: int) -> AbstractContextManager[None]:
+        """Generate with another k inside, for comparisons; 0 switches speculation off."""
         ...
 
     def stats(self) -> dict[str, Any]:

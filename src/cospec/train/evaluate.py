@@ -9,8 +9,7 @@ from torch import nn
 
 from cospec.config import RunConfig
 from cospec.rl.tasks import Task
-from cospec.rollout.engine import acceptance_length
-from cospec.rollout.native import NativeEngine
+from cospec.rollout.engine import Engine, acceptance_length
 from cospec.train.metrics import MetricsLog
 from cospec.train.rollouts import ScoredRollouts, refit, roll_out, sampling
 from cospec.train.step import Learner
@@ -31,7 +30,7 @@ class Evaluator:
         self,
         config: RunConfig,
         task: Task,
-        engine: NativeEngine,
+        engine: Engine,
         learner: Learner,
         static_draft: nn.Module | None,
         log: MetricsLog,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from cospec.config import RunConfig
+from cospec.config import RunConfig, require
 from cospec.draft.eagle3 import Eagle3Draft
+from cospec.export.eagle3 import save_draft
 from cospec.mesh import Mesh
+from cospec.policy.weights import save_hf
 from cospec.records import Document, Rollout, SamplingParams
 from cospec.rl.grpo import group_advantages, length_penalty
 from cospec.rl.tasks import Prompt, Task
-from cospec.rollout.engine import acceptance_length
+from cospec.rollout.engine import Engine, acceptance_length
 from cospec.rollout.native import NativeEngine
 from cospec.titan import build_model
 from cospec.train.step import Learner
@@ -36,8 +39,13 @@ class ScoredRollouts:
         return sum(len(r.token_ids) for r in self.rollouts)
 
 
-def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> NativeEngine:
-    """A rollout engine with weights of its own on this rank's device, not yet refitted."""
+def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Engine:
+    """A rollout engine with weights of its own on this rank's device, not yet refitted.
+
+    Raises EngineError where vLLM is asked for and samples from a wrong distribution.
+    """
+    if config.rollout.engine == "vllm":
+        return _vllm_engine(config, learner, max_prompt=max_prompt)
     device = learner.mesh.device
     policy = build_model(learner.runner.parts[0].config, device=device, dtype=torch.float32)
     draft = None
@@ -52,7 +60,30 @@ def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Nat
     )
 
 
-def refit(engine: NativeEngine, learner: Learner, version: int, *, draft_state: dict | None = None) -> None:
+def _vllm_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Engine:
+    """vLLM in this process, started from folders that are gone afterwards: refits come from memory."""
+    from cospec.rollout.vllm import VLLMEngine
+
+    ranks = learner.mesh.world_size
+    require(ranks == 1, "rollout.engine", "vllm", f"runs in the process of a single rank, the mesh has {ranks}")
+    spec, draft = learner.runner.parts[0].config, None
+    with tempfile.TemporaryDirectory(prefix="cospec-vllm-") as folder:
+        save_hf(spec, learner.runner.full_state(), f"{folder}/policy")
+        if learner.draft is not None and config.rollout.num_draft_tokens:
+            draft = Eagle3Draft(learner.draft.model.config)
+            save_draft(draft, f"{folder}/draft", family="vllm", state=learner.draft.full_state())
+        return VLLMEngine(
+            f"{folder}/policy",
+            spec,
+            None if draft is None else f"{folder}/draft",
+            None if draft is None else draft.config,
+            num_draft_tokens=config.rollout.num_draft_tokens,
+            max_len=max_prompt + config.rollout.max_new_tokens,
+            max_batch=max(1, config.rl.prompts_per_step * config.rl.samples_per_prompt),
+        )
+
+
+def refit(engine: Engine, learner: Learner, version: int, *, draft_state: dict | None = None) -> None:
     """Hand the trained weights to the engine; `draft_state` stands in for the trained draft."""
     if draft_state is None and learner.draft is not None:
         draft_state = learner.draft.full_state()
@@ -71,7 +102,7 @@ def sampling(config: RunConfig, task: Task) -> SamplingParams:
 
 
 def roll_out(
-    engine: NativeEngine,
+    engine: Engine,
     task: Task,
     prompts: Sequence[Prompt],
     params: SamplingParams,
