@@ -18,13 +18,16 @@ from cospec.draft.vocab import choose_vocab, count_tokens
 from cospec.export.eagle3 import load_draft
 from cospec.features.foreign import open_features
 from cospec.features.store import FeatureStore, StoreError
+from cospec.features.teacher import check_features_fit, read_ends, read_stored_ends
 from cospec.features.vocab import documents_of, save_vocab, supervised_tokens
 from cospec.policy.build import build_policy
 from cospec.policy.runner import SequentialRunner
+from cospec.train.loop import run_sft
 from cospec.train.offline import BadSamples, build_offline, load, offline_step, run_offline
 from cospec.train.setup import build_learner
 from cospec.train.step import cotrain_step
 from support.offline_case import POLICY, TAPS, V, documents, extract_store, gradients, one_rank, run_config, save_policy
+from support.tiny_runs import tiny_sft
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +263,51 @@ def test_features_of_another_policy_are_refused(folder, tmp_path):
     learner = build(train=TrainConfig(row_tokens=8, device="cpu"))
     with pytest.raises(ConfigError, match="row_tokens"):
         load(learner, range(10))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 64}, "hidden size=64: the policy in .* has 32"),
+        ({"vocab_size": V + 1}, f"vocabulary size={V + 1}: the policy in .* has {V}"),
+        ({"tokenizer": "abc"}, "tokenizer='abc': the policy in .* has xyz"),
+        ({"tap_layers": (0, 1, 4)}, r"tap_layers=\(0, 1, 4\): the policy has 4 layers"),
+        ({"last_is_normed": None}, "no final hidden state"),
+    ],
+)
+def test_each_mismatch_is_named(folder, change, message):
+    """Known failure 21: whose features these are is checked, and both values are named."""
+    ends = replace(read_ends(folder / "policy"), tokenizer="xyz")
+    info = FeatureStore(folder / "float32").info
+    check_features_fit(replace(info, tokenizer="xyz"), ends)
+    with pytest.raises(ConfigError, match=message):
+        check_features_fit(replace(info, **change), ends)
+
+
+def test_features_of_a_checkpoint(tmp_path):
+    """The policy of a co-training run: its sizes come from the run, its weights from the checkpoint."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    import extract_features
+
+    run_sft(tiny_sft(tmp_path / "run", every=2, steps=2))
+    data = tmp_path / "documents.jsonl"
+    data.write_text("\n".join(json.dumps({"input_ids": list(range(i, i + 9))}) for i in range(6)))
+    extract_features.run(
+        extract_features.ExtractConfig(
+            data=str(data), output=str(tmp_path / "store"), checkpoint=str(tmp_path / "run/checkpoints/step-00000002")
+        )
+    )
+    store = FeatureStore(tmp_path / "store")
+    assert store.info.hidden_size == tiny_sft(tmp_path).policy.hidden_size
+    ends = read_stored_ends(tmp_path / "store", store.info)
+    from safetensors.torch import load_file
+
+    saved = {}
+    for path in (tmp_path / "run/checkpoints/step-00000002").glob("*.safetensors"):
+        saved |= load_file(path)
+    [head] = [v for k, v in saved.items() if "policy.model.lm_head.weight" in k]
+    assert torch.equal(ends.head_VD, head)
+    run_offline(run_config(tmp_path / "offline", tmp_path / "store", None, steps=2, draft={"tap_layers": None}))
 
 
 def test_a_vanished_shard_is_named(folder, tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import tyro
 
 from cospec.config import ConfigError, RunConfig, check
+from cospec.features.store import StoreError
 from cospec.train.checkpoint import CheckpointError
 
 
@@ -15,12 +16,12 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     """Override `config` by command-line flags, check it, run it.
 
     Unknown flags, wrong types and impossible values end with one message and exit code 2,
-    before anything is written; so does a checkpoint that cannot be written or read.
+    before anything is written; so does a checkpoint or a feature store that cannot be written or read.
     """
     config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
     try:
         check(config)
         run(config)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
