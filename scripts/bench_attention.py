@@ -315,7 +315,8 @@ def synchronize(device: torch.device) -> None:
 
 def table(rows: Sequence[dict]) -> str:
     lines = [
-        "cp  tokens docs passes  name           seconds   tokens/s  efficiency (range)   by work   peak MiB  of 1/cp  sent MiB"
+        "cp  tokens docs passes  name           seconds   tokens/s  efficiency (range)   by work   peak MiB"
+        "  of 1/cp  sent MiB"
     ]
     for r in rows:
         head = f"{r['cp']:2} {r['tokens']:7} {r['docs']:4} {r['passes']:6}  {r['name']:10}"
@@ -329,8 +330,8 @@ def table(rows: Sequence[dict]) -> str:
         by_work = f"{r['cpu_efficiency']:7.3f}" if r["cpu_efficiency"] is not None else " " * 7
         ratio = f"{r['peak_ratio']:7.2f}" if "peak_ratio" in r else " " * 7
         lines.append(
-            f"{head}  {r['seconds']:10.3f} {r['tokens_per_s']:10.0f}  {efficiency}  {by_work}  {r['peak_bytes'] / 2**20:9.1f}"
-            f"  {ratio}  {r['bytes_sent'] / 2**20:8.2f}"
+            f"{head}  {r['seconds']:10.3f} {r['tokens_per_s']:10.0f}  {efficiency}  {by_work}"
+            f"  {r['peak_bytes'] / 2**20:9.1f}  {ratio}  {r['bytes_sent'] / 2**20:8.2f}"
         )
     return "\n".join(lines)
 

@@ -67,24 +67,19 @@ def test_tiles_cover_the_mask_once(layout):
             if not block.documents:
                 continue
             tiled = block.tiled(CPU)
-            q_rows, k_rows = index(tiled.q_map.rows), index(tiled.k_map.rows)
-            real = torch.ones(len(q_rows), dtype=torch.bool)
-            if tiled.q_map.repeats is not None:
-                real[tiled.q_map.repeats] = False
-            k_real = torch.ones(len(k_rows), dtype=torch.bool)
-            if tiled.k_map.repeats is not None:
-                k_real[tiled.k_map.repeats] = False
-            assert block.causal or k_real.all()  # nothing would hide a repeated key
             for tile in tiled.tiles:
-                for i in range(tile.size):
-                    q_span = slice(tile.q_start + i * tile.q_len, tile.q_start + (i + 1) * tile.q_len)
-                    k_span = slice(tile.k_start + i * tile.k_len, tile.k_start + (i + 1) * tile.k_len)
-                    q_part, k_part = q_rows[q_span][real[q_span]], k_rows[k_span][k_real[k_span]]
-                    mark(seen, layout, rank, source, q_part, k_part, block.causal)
-                    position = layout.positions(rank)[block.q_range]
-                    assert torch.equal(tile.q_position[i], position[q_rows[q_span]])
-                    position = layout.positions(source)[block.k_range]
-                    assert torch.equal(tile.k_position[i], position[k_rows[k_span]])
+                sides = []
+                for rows, owner, span in ((tile.q, rank, block.q_range), (tile.k, source, block.k_range)):
+                    real = torch.ones(rows.size * rows.length, dtype=torch.bool)
+                    if rows.repeats is not None:
+                        real[rows.repeats] = False
+                    numbers = index(rows.rows)
+                    assert torch.equal(rows.position.flatten(), layout.positions(owner)[span][numbers])
+                    sides.append((numbers.view(rows.size, -1), real.view(rows.size, -1)))
+                (q_rows, q_real), (k_rows, k_real) = sides
+                assert block.causal or k_real.all()  # nothing would hide a repeated key
+                for i in range(tile.q.size):
+                    mark(seen, layout, rank, source, q_rows[i][q_real[i]], k_rows[i][k_real[i]], block.causal)
     assert torch.equal(seen, causal_mask(layout))
 
 
@@ -104,32 +99,47 @@ def test_every_rank_has_the_same_work(chunks, cp_size):
     assert len(set(work)) == 1
 
 
-@given(st.lists(st.integers(0, 19), unique=True, min_size=1), st.integers(0, 3))
-def test_row_map_there_and_back(rows, repeats):
-    """`put` undoes `take`; rows that were left out hold the fill, repeats leave no trace."""
-    rows = torch.tensor([*rows, *[rows[-1]] * repeats])
-    where = torch.arange(len(rows) - repeats, len(rows))
-    row_map = RowMap(rows, where, 20, CPU)
+@given(st.lists(st.integers(0, 19), unique=True, min_size=1))
+def test_row_map_there_and_back(rows):
+    """`put` undoes `take`; rows that were left out hold the fill."""
+    row_map = RowMap(torch.tensor(rows), 20, CPU)
     x = torch.arange(1.0, 21)
-    taken = row_map.take(x, clear_repeats=True)
-    assert taken[: len(rows) - repeats].tolist() == (rows[: len(rows) - repeats] + 1.0).tolist()
-    assert (taken[len(rows) - repeats :] == 0).all()
-    back = row_map.put(row_map.take(x), fill=-1)
+    assert row_map.take(x).tolist() == x[rows].tolist()
     expected = torch.full((20,), -1.0)
     expected[rows] = x[rows]
-    assert torch.equal(back, expected)
+    assert torch.equal(row_map.put(row_map.take(x), fill=-1), expected)
+
+
+@given(layouts())
+def test_tiles_there_and_back(layout):
+    """What tiles put back is what they took; rows without a token hold the fill, repeats leave no trace."""
+    for rank in range(layout.cp_size):
+        block = block_between(layout, rank, rank)
+        if not block.documents:
+            continue
+        tiled = block.tiled(CPU)
+        x = torch.arange(1.0, layout.num_local_rows + 1).view(-1, 1, 1)
+        sink = tiled.q_sink(-1)
+        for tile in tiled.tiles:
+            taken = tile.q.take(x)
+            if tile.q.repeats is not None:
+                cleared = tile.q.take(x, clear_repeats=True).transpose(1, 2).flatten(0, 1)
+                assert (cleared[tile.q.repeats] == 0).all()
+            sink.put(tile.q, taken)
+        expected = x.masked_fill(~layout.valid(rank).view(-1, 1, 1), -1)
+        assert torch.equal(sink.result(), expected)
 
 
 def test_consecutive_rows_are_not_copied():
     """One document on one rank reads and writes its tensors in place."""
-    layout = PackedLayout([8])
-    tiled = block_between(layout, 0, 0).tiled(CPU)
+    (tile,) = block_between(PackedLayout([8]), 0, 0).tiled(CPU).tiles
     x = torch.zeros(8, 2, 4)
-    assert tiled.q_map.take(x).data_ptr() == x.data_ptr()
-    assert tiled.q_map.put(x) is x
-    equal = block_between(PackedLayout([6, 6, 6]), 0, 0).tiled(CPU)
-    assert isinstance(equal.k_map.rows, slice)
-    assert len(equal.tiles) == 1
+    assert tile.q.take(x).data_ptr() == x.data_ptr()
+    sink = block_between(PackedLayout([8]), 0, 0).tiled(CPU).q_sink()
+    sink.put(tile.q, tile.q.take(x))
+    assert sink.result().data_ptr() == x.data_ptr()
+    (tile,) = block_between(PackedLayout([6, 6, 6]), 0, 0).tiled(CPU).tiles
+    assert isinstance(tile.k.rows, slice)
 
 
 def test_padding_rows():

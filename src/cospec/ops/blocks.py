@@ -38,82 +38,119 @@ Document = tuple[tuple[Piece, ...], tuple[Piece, ...]]
 
 
 class RowMap:
-    """Rows of a tensor in another order, some repeated as padding, some left out; and the way back.
+    """Some rows of a tensor, in another order; and the way back.
 
     rows: a slice where they are consecutive (no copy is made then), else int64 row numbers.
-    repeats: int64 places in `rows` that only fill up a batch, or None.
     """
 
-    def __init__(self, rows: Tensor, repeats: Tensor, num_rows: int, device: torch.device):
+    def __init__(self, rows: Tensor, num_rows: int, device: torch.device):
         self.num_rows = num_rows
-        first = int(rows[0])
-        self.repeats = repeats.to(device) if len(repeats) else None
-        if self.repeats is None and torch.equal(rows, torch.arange(first, first + len(rows))):
-            self.rows: slice | Tensor = slice(first, first + len(rows))
-            return
-        self.rows = rows.to(device)
-        place = torch.full((num_rows,), -1)
-        real = torch.ones(len(rows), dtype=torch.bool)
-        real[repeats] = False
-        place[rows[real]] = torch.nonzero(real).squeeze(1)
-        missing = torch.nonzero(place < 0).squeeze(1)
-        self._place = place.clamp(min=0).to(device)
+        self.rows = _rows_or_slice(rows, device)
+        missing = _missing(rows, num_rows)
         self._missing = missing.to(device) if len(missing) else None
 
-    def take(self, x: Tensor, *, clear_repeats: bool = False) -> Tensor:
-        """The mapped rows of `x`; `clear_repeats` sets the repeats to 0."""
-        if isinstance(self.rows, slice):
-            return x[self.rows]
-        x = x.index_select(0, self.rows)
-        if clear_repeats and self.repeats is not None:
-            x.index_fill_(0, self.repeats, 0)
-        return x
+    def take(self, x: Tensor) -> Tensor:
+        """The mapped rows of `x`."""
+        return x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
 
     def put(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """The inverse of `take`: repeats are dropped, rows that were left out hold `fill`."""
-        if not isinstance(self.rows, slice):
-            x = x.index_select(0, self._place)
-            return x if self._missing is None else x.index_fill_(0, self._missing, fill)
-        if len(x) == self.num_rows:
+        """The inverse of `take`: rows that were left out hold `fill`."""
+        if isinstance(self.rows, slice) and len(x) == self.num_rows:
             return x
-        total = x.new_full((self.num_rows, *x.shape[1:]), fill)
-        total[self.rows] = x
+        total = x.new_empty(self.num_rows, *x.shape[1:])
+        if self._missing is not None:
+            total.index_fill_(0, self._missing, fill)
+        if isinstance(self.rows, slice):
+            total[self.rows] = x
+        else:
+            total.index_copy_(0, self.rows, x)
         return total
+
+
+class TileRows:
+    """The query rows, or the key rows, of one tile: `size` documents of `length` rows each.
+
+    A shorter document repeats its last row on the right, which a causal mask hides from its
+    real queries.
+    rows: a slice where they are consecutive (nothing is copied then), else int64 [size * length].
+    repeats: int64 places in `rows` that only fill up, or None. position: int64 [size, length].
+    """
+
+    def __init__(self, rows: Tensor, position: Tensor, repeated: Tensor, device: torch.device):
+        self.size, self.length = rows.shape
+        self.rows: slice | Tensor = _rows_or_slice(rows.flatten(), device)
+        self.position = position.to(device)
+        places = torch.nonzero(repeated.flatten()).squeeze(1)
+        self.repeats = places.to(device) if len(places) else None
+        self._real = torch.nonzero(~repeated.flatten()).squeeze(1).to(device)
+        self._real_rows = rows.flatten().to(device)[self._real]
+
+    def take(self, x: Tensor, *, clear_repeats: bool = False) -> Tensor:
+        """[rows, heads, *] -> [size, heads, length, *]; `clear_repeats` sets the repeats to 0."""
+        if isinstance(self.rows, slice):
+            x = x[self.rows]
+        else:
+            x = x.index_select(0, self.rows)
+            if clear_repeats and self.repeats is not None:
+                x.index_fill_(0, self.repeats, 0)
+        return x.unflatten(0, (self.size, self.length)).transpose(1, 2)
+
+    def put(self, total: Tensor, x: Tensor) -> None:
+        """Write `x`, [size, heads, length, *], to its rows of `total`; repeats are dropped."""
+        x = x.transpose(1, 2)
+        if isinstance(self.rows, slice):
+            total[self.rows].unflatten(0, (self.size, self.length)).copy_(x)
+            return
+        x = x.flatten(0, 1)
+        total.index_copy_(0, self._real_rows, x if self.repeats is None else x.index_select(0, self._real))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Documents of similar length as one padded batch of `size`.
+    """Documents of similar length as one padded batch."""
 
-    The mapped query rows q_start... hold size x q_len rows, the mapped key rows likewise. A
-    shorter document repeats its last row on the right, which a causal mask hides from its
-    real queries. q_position, k_position: int64 [size, len] in the document.
-    """
+    q: TileRows
+    k: TileRows
 
-    size: int
-    q_start: int
-    q_len: int
-    k_start: int
-    k_len: int
-    q_position: Tensor
-    k_position: Tensor
 
-    def queries(self, x: Tensor) -> Tensor:
-        """[rows, heads, *] of the mapped query rows -> this tile's [size, heads, q_len, *]."""
-        return _batch(x, self.q_start, self.size, self.q_len)
+class Sink:
+    """Collects a result of all tiles, one after another; a lone tile over all rows is not copied."""
 
-    def keys(self, x: Tensor) -> Tensor:
-        """[rows, heads, *] of the mapped key rows -> this tile's [size, heads, k_len, *]."""
-        return _batch(x, self.k_start, self.size, self.k_len)
+    def __init__(self, num_rows: int, missing: Tensor | None, fill: float = 0.0):
+        self.num_rows, self.missing, self.fill = num_rows, missing, fill
+        self.total: Tensor | None = None
+
+    def put(self, rows: TileRows, x: Tensor) -> None:
+        if isinstance(rows.rows, slice) and rows.size * rows.length == self.num_rows:
+            self.total = x.transpose(1, 2).flatten(0, 1)
+            return
+        if self.total is None:
+            self.total = x.new_empty(self.num_rows, x.shape[1], *x.shape[3:])
+            if self.missing is not None:
+                self.total.index_fill_(0, self.missing, self.fill)
+        rows.put(self.total, x)
+
+    def result(self) -> Tensor:
+        assert self.total is not None, "a block has a tile"
+        return self.total
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """A block as padded batches, one after another."""
+    """A block as padded batches; each is taken from the tensors, computed and written back on its own."""
 
-    q_map: RowMap
-    k_map: RowMap
     tiles: tuple[Tile, ...]
+    q_rows: int
+    k_rows: int
+    q_missing: Tensor | None
+    k_missing: Tensor | None
+    """int64 rows that no tile names."""
+
+    def q_sink(self, fill: float = 0.0) -> Sink:
+        return Sink(self.q_rows, self.q_missing, fill)
+
+    def k_sink(self) -> Sink:
+        return Sink(self.k_rows, self.k_missing)
 
 
 @dataclass(frozen=True)
@@ -235,19 +272,14 @@ def _buckets(block: Block) -> list[list[Document]]:
 
 def _tile(block: Block, device: torch.device) -> Tiled:
     buckets = _buckets(block)
-    sides = []
+    sides, missing, sizes = [], [], []
     for side, span in ((0, block.q_range), (1, block.k_range)):
         padded = [_padded([document[side] for document in bucket]) for bucket in buckets]
-        rows, positions, repeats = (torch.cat([x[i].flatten() for x in padded]) for i in range(3))
-        repeats = torch.nonzero(repeats).squeeze(1)
-        sides.append((RowMap(rows, repeats, span.stop - span.start, device), padded))
-    tiles, q_start, k_start = [], 0, 0
-    (q_map, q_padded), (k_map, k_padded) = sides
-    for (_, q_position, _), (_, k_position, _) in zip(q_padded, k_padded, strict=True):
-        (size, q_len), k_len = q_position.shape, k_position.shape[1]
-        tiles.append(Tile(size, q_start, q_len, k_start, k_len, q_position.to(device), k_position.to(device)))
-        q_start, k_start = q_start + size * q_len, k_start + size * k_len
-    return Tiled(q_map, k_map, tuple(tiles))
+        sides.append([TileRows(*parts, device) for parts in padded])
+        sizes.append(span.stop - span.start)
+        left = _missing(torch.cat([rows.flatten() for rows, _, _ in padded]), sizes[-1])
+        missing.append(left.to(device) if len(left) else None)
+    return Tiled(tuple(Tile(q, k) for q, k in zip(*sides, strict=True)), *sizes, *missing)
 
 
 def _padded(documents: list[tuple[Piece, ...]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,14 +297,24 @@ def _pack(block: Block, device: torch.device) -> Packed:
         pieces = [document[side] for document in block.documents]
         sizes = [_size(p) for p in pieces]
         rows = torch.cat([p.rows_and_positions()[0] for p in chain(*pieces)])
-        maps.append(RowMap(rows, torch.empty(0, dtype=torch.int64), span.stop - span.start, device))
+        maps.append(RowMap(rows, span.stop - span.start, device))
         offsets.append(torch.cumsum(torch.tensor([0, *sizes]), 0).to(device=device, dtype=torch.int32))
         longest.append(max(sizes))
     return Packed(*maps, *offsets, *longest)
 
 
-def _batch(x: Tensor, start: int, size: int, length: int) -> Tensor:
-    return x[start : start + size * length].unflatten(0, (size, length)).transpose(1, 2)
+def _rows_or_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
+    first = int(rows[0])
+    if torch.equal(rows, torch.arange(first, first + len(rows))):
+        return slice(first, first + len(rows))
+    return rows.to(device)
+
+
+def _missing(rows: Tensor, num_rows: int) -> Tensor:
+    """int64: which of 0..num_rows-1 are not among `rows`."""
+    left = torch.ones(num_rows, dtype=torch.bool)
+    left[rows] = False
+    return torch.nonzero(left).squeeze(1)
 
 
 def _size(pieces: tuple[Piece, ...]) -> int:

@@ -67,41 +67,34 @@ class TiledKernel:
         if not block.documents:
             return _nothing(q)
         tiled = block.tiled(q.device)
-        q_rows, k_rows, v_rows = tiled.q_map.take(q), tiled.k_map.take(k), tiled.k_map.take(v)
-        parts = []
+        out, lse = tiled.q_sink(), tiled.q_sink(-torch.inf)
         for tile in tiled.tiles:
-            part = self.tile_forward(
-                tile.queries(q_rows), tile.keys(k_rows), tile.keys(v_rows), tile, block.causal, scale, window
-            )
-            parts.append([_rows(x) for x in part])
-        out, lse = _joined(parts)
-        return tiled.q_map.put(out), tiled.q_map.put(lse, -torch.inf)
+            part = self.tile_forward(tile.q.take(q), tile.k.take(k), tile.k.take(v), tile, block.causal, scale, window)
+            for sink, x in zip((out, lse), part, strict=True):
+                sink.put(tile.q, x)
+        return out.result(), lse.result()
 
     def backward(self, grad, q, k, v, out, lse, block, scale, window=None):
         if not block.documents:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         tiled = block.tiled(q.device)
-        q_map, k_map = tiled.q_map, tiled.k_map
-        q_rows, out_rows, lse_rows = q_map.take(q), q_map.take(out), q_map.take(lse)
-        grad_rows = q_map.take(grad, clear_repeats=True)  # a repeated query has no gradient
-        k_rows, v_rows = k_map.take(k), k_map.take(v)
-        parts = []
+        dq, dk, dv = tiled.q_sink(), tiled.k_sink(), tiled.k_sink()
         for tile in tiled.tiles:
             part = self.tile_backward(
-                tile.queries(grad_rows),
-                tile.queries(q_rows),
-                tile.keys(k_rows),
-                tile.keys(v_rows),
-                tile.queries(out_rows),
-                tile.queries(lse_rows),
+                tile.q.take(grad, clear_repeats=True),  # a repeated query has no gradient
+                tile.q.take(q),
+                tile.k.take(k),
+                tile.k.take(v),
+                tile.q.take(out),
+                tile.q.take(lse),
                 tile,
                 block.causal,
                 scale,
                 window,
             )
-            parts.append([_rows(x) for x in part])
-        dq, dk, dv = _joined(parts)
-        return q_map.put(dq), k_map.put(dk), k_map.put(dv)
+            for sink, rows, x in zip((dq, dk, dv), (tile.q, tile.k, tile.k), part, strict=True):
+                sink.put(rows, x)
+        return dq.result(), dk.result(), dv.result()
 
 
 class CpuFlash(TiledKernel):
@@ -175,7 +168,7 @@ class Math(TiledKernel):
             place = torch.arange(keys.stop, device=q.device)
             score.masked_fill_(place > place[rows].unsqueeze(-1), -torch.inf)
         if window is not None:
-            distance = tile.q_position[:, rows].unsqueeze(-1) - tile.k_position[:, keys].unsqueeze(1)
+            distance = tile.q.position[:, rows].unsqueeze(-1) - tile.k.position[:, keys].unsqueeze(1)
             score.masked_fill_((distance >= window).unsqueeze(1), -torch.inf)
         return score
 
@@ -278,16 +271,6 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, name: str = "auto") 
 def _nothing(q_TNH: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse over no keys."""
     return torch.zeros_like(q_TNH), q_TNH.new_full(q_TNH.shape[:2], -torch.inf, dtype=accumulator_dtype(q_TNH.dtype))
-
-
-def _rows(x_BNLH: Tensor) -> Tensor:
-    """[B, heads, L, *] as rows [B * L, heads, *]."""
-    return x_BNLH.transpose(1, 2).flatten(0, 1)
-
-
-def _joined(parts: list[list[Tensor]]) -> list[Tensor]:
-    """Each result over all tiles."""
-    return [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
 
 
 def _grouped(x_BNLH: Tensor, key: Tensor) -> Tensor:
