@@ -76,6 +76,9 @@ class TapChannel(Protocol):
     def release(self, microbatch: int) -> None:
         """The draft is done with the microbatch."""
 
+    def flush(self) -> None:
+        """Wait until all that was put is taken: what a sender drops before is lost."""
+
 
 class PutOrder:
     """Checks on the stage's side that every tap comes once, in order, and of the right kind."""

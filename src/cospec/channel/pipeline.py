@@ -61,12 +61,19 @@ class Outbox:
             self._queue.popleft()
         while len(self._queue) >= self.stream.queue:
             started = time.perf_counter()
-            for message in self._queue.popleft():
-                self.link.wait(message.work, message.microbatch, message.layer, "was not taken by the draft's rank")
+            self._wait_for_oldest()
             waited = time.perf_counter() - started
             if waited > STALL_S:
                 self.stats.stalls += 1
                 self.stats.stall_s += waited
+
+    def flush(self) -> None:
+        while self._queue:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        for message in self._queue.popleft():
+            self.link.wait(message.work, message.microbatch, message.layer, "was not taken by the draft's rank")
 
     @contextlib.contextmanager
     def _copying(self, tap: Tensor):
@@ -202,6 +209,10 @@ class PipelineChannel:
     def release(self, microbatch: int) -> None:
         for source in (*self.landings.values(), *self.local.values()):
             source.release(microbatch)
+
+    def flush(self) -> None:
+        for outbox in self.outboxes.values():
+            outbox.flush()
 
     def _sender(self, stage: int) -> Outbox | LocalStream:
         return self.outboxes[stage] if stage in self.outboxes else self.local[stage]

@@ -40,6 +40,7 @@ class TapPort(Protocol):
     def sealed(self, stage: int, microbatch: int) -> None: ...
     def get(self, microbatch: int) -> Mapping[int, Tensor]: ...
     def release(self, microbatch: int) -> None: ...
+    def flush(self) -> None: ...
 
 
 @dataclass
@@ -148,6 +149,8 @@ class PipelineRunner:
                 self._run_once(batches[first : first + count], backward)
                 for microbatch, hidden_TD in run.late:
                     self._draft_work(microbatch, hidden_TD)
+                if self.port is not None:
+                    self.port.flush()
             except RuntimeError as error:
                 raise self._explain(error) from error
             finally:
