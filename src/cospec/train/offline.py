@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cospec.config import RunConfig, require
 from cospec.data.source import DocumentStream, LazyDocuments
+from cospec.export.card import Card, commit
 from cospec.export.eagle3 import save_draft
 from cospec.features.foreign import open_features
 from cospec.features.rows import FeatureRow, load_rows
@@ -28,7 +29,6 @@ from cospec.features.source import BadSamples, FeatureInfo, FeatureSource, split
 from cospec.features.store import POLICY, FeatureStore
 from cospec.features.teacher import PolicyEnds, check_features_fit, read_ends, read_stored_ends
 from cospec.mesh import Mesh, choose_dtype
-from cospec.policy.build import full_state
 from cospec.records import StepStats
 from cospec.titan import build_config
 from cospec.train import checkpoint
@@ -189,9 +189,9 @@ def build_offline(config: RunConfig, mesh: Mesh) -> OfflineLearner:
 def export(learner: OfflineLearner) -> Path:
     """Write the draft for servers to `output_dir/draft`, its vocabulary map with it; collective."""
     folder = Path(learner.config.output_dir) / "draft"
-    state = full_state(learner.draft.model)
-    if learner.mesh.world_rank == 0:
-        save_draft(learner.draft.model, folder, state=state, overwrite=True, verifier=learner.ends.name)
+    policy, features = learner.config.policy.hf_path or learner.info.policy, learner.config.offline.features
+    card = Card(policy=policy, data=f"saved features in {features}", commit=commit())
+    save_draft(learner.draft.model, folder, verifier=policy, card=card, overwrite=True)
     return folder
 
 
