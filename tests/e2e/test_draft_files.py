@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cospec.config import ConfigError, DraftConfig, Eagle3Config, RopeConfig
+from cospec.config import ConfigError, DraftConfig, Eagle3Config, PolicyConfig, RopeConfig
 from cospec.draft.eagle3 import Eagle3Draft, init_draft
 from cospec.draft.vocab import vocab_maps
 from cospec.export.card import read_card
 from cospec.export.eagle3 import load_draft, save_draft
 from cospec.export.eagle3_config import UNSERVED
 from cospec.hf import policy_json
+from cospec.policy.build import build_policy, full_state
+from cospec.policy.weights import save_hf
 from cospec.records import Taps
 from cospec.train.checkpoint import CheckpointError
 from cospec.train.drafts import read_checkpoint
@@ -116,6 +118,54 @@ def test_a_re_read_draft_is_the_same_to_the_bit(tmp_path, case, family):
     save(again, tmp_path / "last", family)
     name = "model.safetensors"
     assert (tmp_path / "last" / name).read_bytes() == (tmp_path / family / name).read_bytes()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_speculators_package_agrees(tmp_path, monkeypatch, case):
+    """Its model, loaded from our folder, gives our logits in a training-time test; what it saves, we read."""
+    pytest.importorskip("speculators", reason="pip install --no-deps speculators, and what it imports")
+    from speculators.models import attention
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig, core
+
+    mask = attention.create_float_mask
+    monkeypatch.setattr(core, "create_float_mask", lambda *a, **k: mask(*a, **{"dtype": torch.float32, **k}))
+    sizes = PolicyConfig(
+        model_type="llama",
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=12,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=6,
+    )
+    policy = build_policy(sizes)
+    save_hf(policy.config, full_state(policy), tmp_path / "policy")
+    draft, steps = make_draft(dtype=torch.float32, **CASES[case]), 3
+    save_draft(draft, tmp_path / "draft", family="speculators", verifier=str(tmp_path / "policy"))
+    config = Eagle3SpeculatorConfig.from_pretrained(tmp_path / "draft")
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = core.Eagle3DraftModel.from_pretrained(tmp_path / "draft", config=config, dtype=torch.float32).eval()
+    ids, states, table, taps, batch = one_document(torch.float32, length=12)
+    if draft.embed_tokens is None:
+        model.embed_tokens.weight.data.copy_(table)
+    theirs = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: theirs.append(output[0]))
+    with torch.no_grad():
+        model(
+            hidden_states=torch.cat([states[i + 1] for i in (0, 2, 3)], -1)[None],
+            input_ids=torch.cat([ids[1:], ids[:1]])[None],
+            document_ids=torch.zeros(1, ids.numel(), dtype=torch.long),
+            ttt_steps=steps,
+        )
+    ours = [batch.layout.unshard([x]) for x in passes(draft, taps, batch, steps)]
+    for k in range(1 if case == "window" else steps):  # later passes of a window: docs/drafts.md
+        rows = ids.numel() - k - 1
+        torch.testing.assert_close(ours[k][:rows], theirs[k][:rows], rtol=0, atol=1e-5)
+    model.save_pretrained(tmp_path / "theirs")
+    back = load_draft(tmp_path / "theirs")
+    assert replace(back.config, own_embedding=draft.config.own_embedding) == draft.config
+    assert all(torch.equal(back.state_dict()[name], value) for name, value in draft.state_dict().items())
 
 
 # Commands and runs
