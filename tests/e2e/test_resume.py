@@ -196,7 +196,7 @@ getattr(loop, f"run_{kind}")(config)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, steps, kills", [("sft", 60, 20), ("rl", 20, 20)])
 def test_kill_at_random_moments(tmp_path, kind, steps, kills):
-    """SIGKILL at random moments, many of them in a save (there is one after every step); then to the end."""
+    """SIGKILL at random moments, every second one as soon as a save is seen to be under way; then to the end."""
     config, run = RUNS[kind]
     killed, alone = tmp_path / "killed", tmp_path / "alone"
     run(config(alone, every=1, steps=steps))
@@ -207,6 +207,9 @@ def test_kill_at_random_moments(tmp_path, kind, steps, kills):
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
             child.stdout.readline()
             time.sleep(rng.uniform(0.2, 1.5))
+            while kill % 2 and child.poll() is None and not any((killed / "checkpoints").glob(".writing-*")):
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0.0, 0.05))
             child.send_signal(signal.SIGKILL)
         assert child.returncode == -signal.SIGKILL, f"finished before kill {kill}: give it more steps"
         in_save += any((killed / "checkpoints").glob(".writing-*"))
