@@ -56,6 +56,8 @@ class PackedLayout:
             raise ValueError(f"pad_to={pad_to} is too small: the documents take {ends[-1]} padded rows")
         if self.num_rows % self.num_chunks:
             raise ValueError(f"pad_to={pad_to} must be a multiple of 2 * cp_size = {self.num_chunks}")
+        self.agreed: set = set()
+        """What the ranks that share the row have compared already, see ops.agree."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], cp_size: int = 1, pad_to: int | None = None) -> PackedLayout:

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cospec.layout import PackedLayout
+from cospec.ops.agree import check_together
 from cospec.ops.blocks import block_between, padding_rows
 from cospec.ops.branch import branch_backward, branch_forward
+from cospec.ops.dispatch import takes_dtensors
 from cospec.ops.kernels import Kernel, choose_kernel
 from cospec.ops.merge import accumulator_dtype, merge
 
@@ -54,6 +56,7 @@ class Trunk:
         return rows, heads, head_dim
 
 
+@takes_dtensors
 def open_trunk(
     k_JMH: Tensor,
     v_JMH: Tensor,
@@ -74,19 +77,27 @@ def open_trunk(
 
     Raises:
         ValueError: shapes, dtypes or devices of k and v differ, their rows are not the
-            layout's, the group's size is not the layout's, or an unknown mode or kernel.
+            layout's, the group's size is not the layout's, or an unknown mode or kernel; on
+            every rank of the group, see ops.agree.
     """
-    if k_JMH.ndim != 3 or k_JMH.shape != v_JMH.shape:
-        raise ValueError(f"k and v must be equal [J, M, H], got {tuple(k_JMH.shape)} and {tuple(v_JMH.shape)}")
-    _same_kind("k", k_JMH, "v", v_JMH)
-    _check_rows("k", k_JMH, layout)
-    if mode not in ("ring", "gather"):
-        raise ValueError(f"mode={mode!r}: choose 'ring' or 'gather'")
-    group_size = 1 if cp_group is None else dist.get_world_size(cp_group)
-    if group_size != layout.cp_size:
-        raise ValueError(f"cp_group has {group_size} ranks, the layout has cp_size={layout.cp_size}")
-    if kernel is None or isinstance(kernel, str):
-        kernel = choose_kernel(k_JMH.device, k_JMH.dtype, kernel or "auto")
+    chosen: list[Kernel] = []
+
+    def check() -> None:
+        if k_JMH.ndim != 3 or k_JMH.shape != v_JMH.shape:
+            raise ValueError(f"k and v must be equal [J, M, H], got {tuple(k_JMH.shape)} and {tuple(v_JMH.shape)}")
+        _same_kind("k", k_JMH, "v", v_JMH)
+        if mode not in ("ring", "gather"):
+            raise ValueError(f"mode={mode!r}: choose 'ring' or 'gather'")
+        group_size = 1 if cp_group is None else dist.get_world_size(cp_group)
+        if group_size != layout.cp_size:
+            raise ValueError(f"cp_group has {group_size} ranks, the layout has cp_size={layout.cp_size}")
+        _check_rows("k", k_JMH, layout)
+        named = kernel is None or isinstance(kernel, str)
+        chosen.append(choose_kernel(k_JMH.device, k_JMH.dtype, kernel or "auto") if named else kernel)
+
+    same = f"k and v {tuple(k_JMH.shape)} {k_JMH.dtype} {k_JMH.device.type}, mode {mode}"
+    check_together(("open_trunk", mode), layout, cp_group, check, same)
+    (kernel,) = chosen
     k_JMH, v_JMH = _dense_rows(k_JMH), _dense_rows(v_JMH)
     traffic = Traffic()
     if layout.cp_size == 1:
@@ -97,6 +108,7 @@ def open_trunk(
     return Trunk(layout, dist.get_rank(cp_group), mode, kernel, cp_group, (kv,), traffic)
 
 
+@takes_dtensors
 def trunk_branch_attention(
     q_TNH: Tensor,
     trunk: Trunk,
@@ -121,31 +133,43 @@ def trunk_branch_attention(
     Raises:
         ValueError: shapes, dtypes, devices or counts that do not fit, naming both values.
     """
-    layout = trunk.layout
+    layout, head_dim = trunk.layout, trunk.key_shape[2]
+
+    def check() -> None:
+        _check_pass(q_TNH, trunk, k_branches, v_branches, window)
+
+    same = f"q {tuple(q_TNH.shape)} {q_TNH.dtype}, {len(k_branches)} branches, window {window}"
+    point = ("trunk_branch_attention", trunk.mode, len(k_branches))
+    check_together(point, layout, trunk.group, check, same)
+    kernel = trunk.kernel
+    if window is not None:
+        depth = len(k_branches)
+        window = window - depth if max(layout.lengths) > window - depth else None
+    if window is not None and kernel.name != "math" and (kernel.name != "cuda_flash" or layout.cp_size > 1):
+        kernel = choose_kernel(q_TNH.device, q_TNH.dtype, "math")
+    call = _Call(trunk, kernel, head_dim**-0.5 if scale is None else scale, window, len(k_branches))
+    return _TrunkBranchAttention.apply(call, _dense_rows(q_TNH), *trunk.shards, *k_branches, *v_branches)
+
+
+def _check_pass(
+    q: Tensor, trunk: Trunk, k_branches: Sequence[Tensor], v_branches: Sequence[Tensor], window: int | None
+) -> None:
     rows, key_heads, head_dim = trunk.key_shape
-    if q_TNH.ndim != 3 or q_TNH.shape[-1] != head_dim:
-        raise ValueError(f"q must be [T, N, {head_dim}] as the trunk's keys, got {tuple(q_TNH.shape)}")
-    if q_TNH.shape[1] % key_heads:
-        raise ValueError(f"q has {q_TNH.shape[1]} heads, no multiple of the trunk's {key_heads}")
-    _check_rows("q", q_TNH, layout)
-    _same_kind("q", q_TNH, "the trunk", trunk.shards[0])
+    if q.ndim != 3 or q.shape[-1] != head_dim:
+        raise ValueError(f"q must be [T, N, {head_dim}] as the trunk's keys, got {tuple(q.shape)}")
+    if q.shape[1] % key_heads:
+        raise ValueError(f"q has {q.shape[1]} heads, no multiple of the trunk's {key_heads}")
+    _check_rows("q", q, trunk.layout)
+    _same_kind("q", q, "the trunk", trunk.shards[0])
     if len(k_branches) != len(v_branches):
         raise ValueError(f"got {len(k_branches)} k_branches and {len(v_branches)} v_branches")
     for name, branches in (("k_branches", k_branches), ("v_branches", v_branches)):
         for i, branch in enumerate(branches):
             if tuple(branch.shape) != (rows, key_heads, head_dim):
                 raise ValueError(f"{name}[{i}] has shape {tuple(branch.shape)}, expected {(rows, key_heads, head_dim)}")
-            _same_kind(f"{name}[{i}]", branch, "q", q_TNH)
-    kernel = trunk.kernel
-    if window is not None:
-        depth = len(k_branches)
-        if window <= depth:
-            raise ValueError(f"window={window} must be larger than the number of branches, {depth}")
-        window = window - depth if max(layout.lengths) > window - depth else None
-    if window is not None and kernel.name != "math" and (kernel.name != "cuda_flash" or layout.cp_size > 1):
-        kernel = choose_kernel(q_TNH.device, q_TNH.dtype, "math")
-    call = _Call(trunk, kernel, head_dim**-0.5 if scale is None else scale, window, len(k_branches))
-    return _TrunkBranchAttention.apply(call, _dense_rows(q_TNH), *trunk.shards, *k_branches, *v_branches)
+            _same_kind(f"{name}[{i}]", branch, "q", q)
+    if window is not None and window <= len(k_branches):
+        raise ValueError(f"window={window} must be larger than the number of branches, {len(k_branches)}")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cospec.layout import PackedLayout
+from cospec.ops.agree import check_together
+from cospec.ops.dispatch import takes_dtensors
 
 
 def with_halo(x: Tensor, layout: PackedLayout, extent: int, *, cp_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -24,14 +26,20 @@ def with_halo(x: Tensor, layout: PackedLayout, extent: int, *, cp_group: dist.Pr
     Sharding: every rank of the group calls together; one exchange. Differentiable: the gradient
               of a received row returns to its owner.
 
-    Raises ValueError when `x` or the group does not fit the layout, or `extent` is negative.
+    Raises ValueError when `x` or the group does not fit the layout, on every rank of the group
+    (see ops.agree), or `extent` is negative.
     """
     _check(layout, extent)
-    if x.shape[0] != layout.num_local_rows:
-        raise ValueError(f"x has {x.shape[0]} rows, the layout has {layout.num_local_rows} on each rank")
-    group_size = 1 if cp_group is None else dist.get_world_size(cp_group)
-    if group_size != layout.cp_size:
-        raise ValueError(f"cp_group has {group_size} ranks, the layout has cp_size={layout.cp_size}")
+
+    def check() -> None:
+        group_size = 1 if cp_group is None else dist.get_world_size(cp_group)
+        if group_size != layout.cp_size:
+            raise ValueError(f"cp_group has {group_size} ranks, the layout has cp_size={layout.cp_size}")
+        if x.shape[0] != layout.num_local_rows:
+            raise ValueError(f"x has {x.shape[0]} rows, the layout has {layout.num_local_rows} on each rank")
+
+    same = f"x [T, {', '.join(str(n) for n in x.shape[1:])}] {x.dtype}"
+    check_together(("with_halo", extent), layout, cp_group, check, same)
     if layout.cp_size == 1 or extent == 0:
         return x
     if x.dtype == torch.bool:  # backends do not send bool
@@ -50,6 +58,7 @@ def halo_index(layout: PackedLayout, rank: int, by: int, extent: int) -> Tensor:
     return _halo_index(layout, rank, by, extent)
 
 
+@takes_dtensors
 def shift(
     x: Tensor, layout: PackedLayout, by: int, *, cp_group: dist.ProcessGroup | None = None, fill: float | int = 0
 ) -> Tensor:
