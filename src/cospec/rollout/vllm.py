@@ -13,7 +13,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ PROBES = (
     SamplingParams(max_new_tokens=6, temperature=0.6, seed=1),
     SamplingParams(max_new_tokens=6, temperature=1.0, top_k=8, top_p=0.9, seed=2),
 )
+
+
+_STARTED: list[Any] = []
+"""Every vLLM of this process: one that is collected takes the process groups of all others with it."""
 
 
 class EngineError(RuntimeError):
@@ -145,11 +149,12 @@ class VLLMEngine:
                 kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
                 enable_sleep_mode=self.can_sleep,
                 disable_log_stats=False,
-                per_request_spec_decode_metrics="detailed",
+                per_request_spec_decode_metrics="detailed" if speculation else "none",
                 logprobs_mode="raw_logprobs",
                 max_logprobs=TOP,
                 speculative_config=speculation,
             )
+        _STARTED.append(self._llm)
         self._vllm = vllm
         if repair:
             self.repaired = self._rpc(vllm_worker.repair_sampling)[0]
@@ -273,16 +278,16 @@ class VLLMEngine:
             )
         return result
 
-    def self_test(self, draws: int = 192) -> ProbeResult:
-        """Tokens of `draws` short responses for each of `PROBES` against the policy's own distribution."""
+    def self_test(self, draws: int = 192, probes: Sequence[SamplingParams] = PROBES) -> ProbeResult:
+        """Tokens of `draws` short responses for each of `probes` against the policy's own distribution."""
         generator = torch.Generator().manual_seed(3)
-        lengths = [n for n in (2, 3, 5, 7) if n + PROBES[0].max_new_tokens <= self.max_len] or [1]
+        lengths = [n for n in (2, 3, 5, 7) if n < self.max_len] or [1]
         bases = [torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in lengths]
         prompts = [bases[i % len(bases)] for i in range(draws)]
-        limits = [min(PROBES[0].max_new_tokens, self.max_len - len(p)) for p in prompts]
         worst, tokens, gap = (1.0, 0.0), 0, 0.0
         top = min(TOP, self.vocab_size)
-        for params in PROBES:
+        for params in probes:
+            limits = [min(params.max_new_tokens, self.max_len - len(p)) for p in prompts]
             outputs = self._run(prompts, params, torch.arange(draws), limits, logprobs=top)
             rows, ranks = [], []
             for out in outputs:
@@ -396,7 +401,7 @@ def import_vllm() -> Any:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # refits hand over tensors, not copies
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training shares this process: it must not be pinned to a core
         "VLLM_CACHE_ROOT": os.path.join(tempfile.gettempdir(), f"cospec-vllm-{os.getuid()}"),
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "CRITICAL",  # its errors come as exceptions
         "VLLM_NO_USAGE_STATS": "1",
     }
     for name, value in settings.items():
