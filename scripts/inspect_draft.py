@@ -14,7 +14,7 @@ from pathlib import Path
 import tyro
 
 from cospec.config import ConfigError, require
-from cospec.export.card import Card, card_text, read_card
+from cospec.export.card import card_text, read_card
 from cospec.export.fit import differences, misfits, read_folder
 from cospec.hf import read_policy_config
 
@@ -42,18 +42,19 @@ def inspect(
     config, draft = found.draft.config, found.draft
     parameters = sum(p.numel() for p in draft.parameters())
     print(f"{folder}: {parameters / 1e6:.2f} M parameters, {', '.join(found.dtypes)} in the files")
-    print("\n".join(line for line in card_text(Card(), config, found.family).splitlines() if line.startswith("| ")))
+    facts = card_text(read_card(folder), config, found.family).splitlines()
+    print(
+        "\n".join(
+            line.strip("| ").replace(" | ", ": ", 1) for line in facts if line.startswith("| ") and line != "| | |"
+        )
+    )
     if found.verifier is not None:
-        print(f"made for {found.verifier}")
-    card = read_card(folder)
-    for name in ("policy", "data", "acceptance", "commit"):
-        if getattr(card, name) is not None:
-            print(f"card: {name}: {getattr(card, name)}")
+        print(f"made for: {found.verifier}")
     if target is None:
         return []
     wrong = misfits(config, target)
     if not wrong:
-        print(f"fits {policy}")
+        print(f"fits: {policy}")
         for line in differences(config, target):
             print(f"differs: {line}")
     return wrong

@@ -353,7 +353,7 @@ def test_inspect_says_why_and_what(tmp_path, capsys):
     save(public_draft(norm_before_residual=True), tmp_path / "draft", "speculators")
     assert command("inspect_draft", tmp_path / "draft") == 0
     said = capsys.readouterr().out
-    for text in ("EAGLE-3, speculators", "0, 1, 3", "norm_before_residual", "made for org/policy", "float32"):
+    for text in ("EAGLE-3, speculators", "0, 1, 3", "norm_before_residual", "made for: org/policy", "float32"):
         assert text in said
     path = tmp_path / "draft/config.json"
     path.write_text(path.read_text().replace('"norm_output"', '"norm_outputs"'))
