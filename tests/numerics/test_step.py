@@ -59,9 +59,7 @@ def test_policy_is_bit_equal_with_and_without_a_draft():
     for step in range(5):
         for side in (with_draft, without):
             cotrain_step(side, documents(step), step=step)
-        named = zip(
-            with_draft.runner.policy.named_parameters(), without.runner.policy.named_parameters(), strict=True
-        )
+        named = zip(with_draft.runner.policy.named_parameters(), without.runner.policy.named_parameters(), strict=True)
         for (name, a), (_, b) in named:
             assert torch.equal(a.grad, b.grad), f"step {step}: gradient of {name}"
     first, second = policy_state(with_draft), policy_state(without)
