@@ -85,7 +85,12 @@ class Mesh:
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
         """Flattened dp x cp: the ranks that share one copy of the parameters. None for one rank."""
-        if self.device_mesh is None or self.dp_size * self.cp_size == 1:
+        return None if self.dp_size * self.cp_size == 1 else self.shard_mesh
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """The same, also when it is one rank of several; None for a single process."""
+        if self.device_mesh is None:
             return None
         return self.device_mesh["dp", "cp"]._flatten("fsdp", backend_override=_backend(self.device, self.timeout_s))
 

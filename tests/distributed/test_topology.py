@@ -88,8 +88,18 @@ def test_deferred_draft_changes_nothing(ranks, one_process):
     assert_equal(ranks, run, one_process(), steps=3)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_bfloat16_policy_in_stages(ranks, schedule):
+    """Mixed precision also where a stage has one rank; the same rounding as one process, up to the order of sums."""
+    run = replace_train(topology.config(), dtype="bfloat16")
+    expected = topology.train(0, run, 1)
+    pipelined = replace(run, mesh=MeshConfig(pp=2), pipeline=pipeline(schedule))
+    assert_equal(ranks, pipelined, expected, steps=1, rel=2e-2)
+
+
 def test_several_runs_of_the_schedule_a_step(ranks, one_process):
     """More rows than microbatches: the schedule runs again before the optimizer does."""
+    assert sum(d.input_ids.numel() for d in topology.batch(0)) > 2 * 40
     run = replace_train(topology.config(MeshConfig(pp=2), pipeline=pipeline("1F1B", 2)), row_tokens=40)
     assert_equal(ranks, run, one_process(), steps=3)
 

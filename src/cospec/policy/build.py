@@ -61,7 +61,7 @@ def build_policy(
             model.layers[name] = checkpoint_wrapper(block)  # names in state dicts stay
     fsdp_mesh = mesh.fsdp_mesh if mesh is not None else None
     if fsdp_mesh is None and dtype != storage:
-        fsdp_mesh = _mesh_of_one(device)
+        fsdp_mesh = (mesh.shard_mesh if mesh is not None else None) or _mesh_of_one(device)
     if fsdp_mesh is not None:
         shard(model, fsdp_mesh, dtype, reshard_after_forward=num_stages == 1)
     titan.materialise(model, device)

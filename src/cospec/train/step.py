@@ -161,6 +161,9 @@ def cotrain_step(
     )
     ended = _clock(mesh)
     draft_s += ended - begun
+    if mesh.pp_size > 1:  # the time of the ranks that have the draft, on the others too
+        own = torch.tensor(draft_s if runner.last_stage else 0.0, dtype=torch.float64, device=mesh.device)
+        draft_s = mesh.sum_all(own).item() / (mesh.dp_size * mesh.cp_size)
     return StepStats(
         policy_loss=policy_loss_value,
         policy_grad_norm=policy_norm,
