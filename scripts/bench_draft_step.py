@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(*map(int, args.child.split("/")), args.repeats, args.frozen_head)))
+        vocab, draft_vocab, tokens = map(int, args.child.split("/"))
+        print(json.dumps(measure(vocab, draft_vocab, tokens, args.repeats, args.frozen_head)))
         return
     print(f"{'vocabularies':>16}{'tokens':>8}{'seconds':>9}{'floor':>8}{'x floor':>9}{'MiB':>7}{'reachable':>11}")
     rows = []
