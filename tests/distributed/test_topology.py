@@ -6,9 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cospec.config import MeshConfig, PipelineConfig
 from cospec.policy.schedule import SINGLE_STAGE, TWO_STAGE
+from cospec.train.step import cotrain_step
 from support import topology
 
 SCHEDULES = (*SINGLE_STAGE, *TWO_STAGE)
@@ -127,6 +129,27 @@ def test_other_policies(ranks, model_type, steps):
     expected = topology.train(0, topology.config(model_type=model_type), steps)
     run = topology.config(MeshConfig(pp=2), pipeline=pipeline("Interleaved1F1B"), model_type=model_type)
     assert_equal(ranks, run, expected, steps=steps)
+
+
+def trained_states(rank, run):
+    learner = topology.make(run)
+    for step in range(2):
+        cotrain_step(learner, topology.batch(step), step=step)
+    return learner.runner.full_state(), learner.draft.full_state()
+
+
+@pytest.mark.parametrize(
+    "mesh, schedule", [(MeshConfig(pp=2, dp=2), "ZBVZeroBubble"), (MeshConfig(pp=4), "1F1B")], ids=["v-dp2", "pp4"]
+)
+def test_every_rank_gets_whole_states(ranks, mesh, schedule):
+    """What a refit hands to the engine: all parameters of policy and draft, those of one process."""
+    expected = trained_states(0, topology.config())
+    run = topology.config(mesh, pipeline=pipeline(schedule))
+    for states in ranks.run(mesh.pp * mesh.dp, trained_states, run):
+        for state, wanted in zip(states, expected, strict=True):
+            assert set(state) == set(wanted)
+            for name, value in state.items():
+                torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
 def test_the_comparison_sees_a_difference(one_process):

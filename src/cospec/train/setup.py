@@ -160,9 +160,11 @@ def open_run(
 
 
 def describe(learner: Learner) -> str:
-    """One line for the console: what trains where."""
+    """One line for the console: what trains where. A collective call."""
     mesh = learner.mesh
-    policy = sum(p.numel() for part in learner.runner.parts for p in part.parameters())
+    own = sum(p.numel() for part in learner.runner.parts for p in part.parameters())
+    first = mesh.dp_rank == mesh.cp_rank == 0  # shards of one stage say the size of the whole
+    policy = mesh.sum_all(torch.tensor(float(own if first else 0), dtype=torch.float64, device=mesh.device)).item()
     text = f"policy {policy / 1e6:.2f} M parameters"
     if learner.draft is not None:
         draft = sum(p.numel() for p in learner.draft.model.parameters())
