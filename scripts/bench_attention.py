@@ -42,6 +42,7 @@ from torch import Tensor  # noqa: E402
 
 from cospec.layout import PackedLayout  # noqa: E402
 from cospec.ops.ring import open_trunk, trunk_branch_attention  # noqa: E402
+from cospec.ops.wire import carried  # noqa: E402
 
 NAMES = ("ring", "gather", "regather", "dense mask")
 
@@ -261,16 +262,17 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kv: Tensor) -> Tensor:
-        parts = [torch.empty_like(kv) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, kv)
-        return torch.cat(parts, dim=1)
+        mine = carried(kv, None)
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine)
+        return torch.cat(parts, dim=1).to(kv.device)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        parts = torch.stack(grad.chunk(dist.get_world_size(), dim=1))
+        parts = carried(torch.stack(grad.chunk(dist.get_world_size(), dim=1)), None)
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts)
-        return received.sum(0)
+        return received.to(grad.device).sum(0)
 
 
 def timed(once: Callable[[], int], device: torch.device) -> tuple[float, float]:
@@ -298,6 +300,7 @@ def peak_bytes(once: Callable[[], int], device: torch.device) -> int:
     else:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             once()
+        assert profile.profiler is not None
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
         held = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):

@@ -25,11 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
 from cospec.layout import PackedLayout  # noqa: E402
 from cospec.ops import acceptance, losses, reference, ring  # noqa: E402
 
 LENGTHS = (300, 1, 129, 64, 530)
+RING_RANKS = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -69,6 +73,7 @@ def checks_of(device: str) -> Iterator[tuple[str, Callable[[torch.device], str]]
         for depth in (0, 3):
             title = f"trunk and {depth} branches against the oracle, {_name(dtype)}"
             yield title, lambda d, dtype=dtype, depth=depth: check_attention(d, dtype, depth)
+    yield f"ring and gather of {RING_RANKS} processes against the oracle", check_ring
     for dtype in TOLERANCE:
         yield f"draft loss against the oracle, {_name(dtype)}", lambda d, dtype=dtype: check_draft_loss(d, dtype)
         yield f"label log-probabilities against the oracle, {_name(dtype)}", lambda d, t=dtype: check_logprobs(d, t)
@@ -83,25 +88,68 @@ def checks_of(device: str) -> Iterator[tuple[str, Callable[[torch.device], str]]
 def check_attention(device: torch.device, dtype: torch.dtype, depth: int) -> str:
     """Output and every gradient, packed documents, grouped heads."""
     layout = PackedLayout.from_lengths(LENGTHS)
-    rows, gen = layout.num_rows, torch.Generator().manual_seed(0)
-    real = layout.valid(0).nonzero().flatten()
+    got = _attend(layout, 0, None, "ring", device, dtype, depth)
+    return _within(_attention_error([layout.unshard([x]) for x in got], dtype, depth), TOLERANCE[dtype])
 
-    def leaf(heads: int) -> torch.Tensor:
-        return torch.randn(rows, heads, 64, generator=gen).to(device, dtype).requires_grad_()
 
-    q, k, v = leaf(4), leaf(2), leaf(2)
-    k_branches, v_branches = [leaf(2) for _ in range(depth)], [leaf(2) for _ in range(depth)]
-    leaves = [q, k, v, *k_branches, *v_branches]
-    grad = torch.randn(rows, 4, 64, generator=gen).to(device, dtype)
-    out = ring.trunk_branch_attention(q, ring.open_trunk(k, v, layout), k_branches, v_branches)
-    got = torch.autograd.grad(out, leaves, grad)
+def check_ring(device: torch.device, depth: int = 2) -> str:
+    """The same over several processes: NCCL where each has a GPU, else all on one, through gloo."""
+    layout = PackedLayout.from_lengths(LENGTHS, RING_RANKS)
+    backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= RING_RANKS else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_ring_rank, (folder, backend, device.type, depth), nprocs=RING_RANKS, start_method="spawn")
+        ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(RING_RANKS)]
+    verdicts = [backend]
+    for name in ranks[0]:
+        dtype = getattr(torch, name.split()[1])
+        whole = [layout.unshard(shards) for shards in zip(*(rank[name] for rank in ranks), strict=True)]
+        verdicts.append(f"{name} {_within(_attention_error(whole, dtype, depth), TOLERANCE[dtype])}")
+    return "; ".join(verdicts)
 
-    exact = [x.detach()[real].double().cpu().requires_grad_() for x in leaves]
-    keys, values = exact[3 : 3 + depth], exact[3 + depth :]
-    want_out, _ = reference.attention(exact[0], exact[1], exact[2], LENGTHS, keys, values)
-    want = torch.autograd.grad(want_out, exact, grad[real].double().cpu())
-    errors = [_error(a[real], b) for a, b in zip((out, *got), (want_out, *want), strict=True)]
-    return _within(max(errors), TOLERANCE[dtype])
+
+def _ring_rank(rank: int, folder: str, backend: str, device_type: str, depth: int) -> None:
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RING_RANKS)
+    layout = PackedLayout.from_lengths(LENGTHS, RING_RANKS)
+    results = {}
+    for dtype in TOLERANCE:
+        for mode in ("ring", "gather"):
+            shards = _attend(layout, rank, dist.group.WORLD, mode, device, dtype, depth)
+            results[f"{mode} {_name(dtype)}"] = [x.cpu() for x in shards]
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _attention_inputs(dtype: torch.dtype, depth: int) -> list[torch.Tensor]:
+    """q, k, v, branch keys, branch values and the gradient of the output, unpadded rows on the CPU."""
+    gen = torch.Generator().manual_seed(0)
+    heads = [4, 2, 2, *[2] * (2 * depth), 4]
+    return [torch.randn(sum(LENGTHS), n, 64, generator=gen).to(dtype) for n in heads]
+
+
+def _attend(
+    layout: PackedLayout, rank: int, group, mode: str, device: torch.device, dtype: torch.dtype, depth: int
+) -> list[torch.Tensor]:
+    """Output and gradients of one rank's rows."""
+    *leaves, grad = [layout.shard(x, rank).to(device) for x in _attention_inputs(dtype, depth)]
+    for x in leaves:
+        x.requires_grad_()
+    trunk = ring.open_trunk(leaves[1], leaves[2], layout, cp_group=group, mode=mode)
+    out = ring.trunk_branch_attention(leaves[0], trunk, leaves[3 : 3 + depth], leaves[3 + depth :])
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _attention_error(got: list[torch.Tensor], dtype: torch.dtype, depth: int) -> float:
+    *exact, grad = [x.double() for x in _attention_inputs(dtype, depth)]
+    for x in exact:
+        x.requires_grad_()
+    out, _ = reference.attention(*exact[:3], LENGTHS, exact[3 : 3 + depth], exact[3 + depth :])
+    want = [out, *torch.autograd.grad(out, exact, grad)]
+    return max(_error(a, b) for a, b in zip(got, want, strict=True))
 
 
 def check_draft_loss(device: torch.device, dtype: torch.dtype) -> str:
@@ -146,23 +194,34 @@ def check_lossless(device: torch.device) -> str:
 
 
 def time_attention(device: torch.device) -> str:
-    """A 16k row of 2k documents, 32 query and 8 key heads of 128, bfloat16, no branches and 3."""
-    layout = PackedLayout.from_lengths([2048] * 8)
+    """A 16k row of 2k documents, 32 query and 8 key heads of 128, bfloat16, beside flash attention of the same."""
+    docs, length, heads, key_heads, width = 8, 2048, 32, 8, 128
+    layout = PackedLayout.from_lengths([length] * docs)
+    flops = 3.5 * 4 * docs * length**2 / 2 * heads * width  # forward 2 products, backward 5; half is masked
 
-    def leaf(heads: int) -> torch.Tensor:
-        return torch.randn(layout.num_rows, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, width, device=device, dtype=torch.bfloat16, requires_grad=True)
 
-    def work(depth: int) -> float:
-        q, k, v = leaf(32), leaf(8), leaf(8)
-        keys, values = [leaf(8) for _ in range(depth)], [leaf(8) for _ in range(depth)]
+    def ours(depth: int) -> float:
+        rows = layout.num_rows
+        q, k, v = leaf(rows, heads), leaf(rows, key_heads), leaf(rows, key_heads)
+        keys, values = ([leaf(rows, key_heads) for _ in range(depth)] for _ in range(2))
+        grad = torch.randn_like(q)
 
         def once() -> None:
-            out = ring.trunk_branch_attention(q, ring.open_trunk(k, v, layout), keys, values)
-            out.backward(torch.ones_like(out))
+            ring.trunk_branch_attention(q, ring.open_trunk(k, v, layout), keys, values).backward(grad)
 
         return _milliseconds(once)
 
-    return f"{work(0):.2f} ms without branches, {work(3):.2f} ms with 3"
+    def flash() -> float:
+        q, k, v = leaf(docs, heads, length), leaf(docs, key_heads, length), leaf(docs, key_heads, length)
+        grad = torch.randn_like(q)
+        return _milliseconds(
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).backward(grad)
+        )
+
+    times = {"flash": flash(), "ours": ours(0), "with 4 branches": ours(4)}
+    return ", ".join(f"{name} {ms:.2f} ms = {flops / ms / 1e9:.0f} TFLOP/s" for name, ms in times.items())
 
 
 def time_draft_loss(device: torch.device) -> str:

@@ -34,7 +34,7 @@ def config(mesh: MeshConfig | None = None, *, model_type: str = "qwen3", cp_mode
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -49,7 +49,7 @@ def config(mesh: MeshConfig | None = None, *, model_type: str = "qwen3", cp_mode
         draft=DraftConfig(num_passes=3, share=1.0),
         draft_optim=optim,
         attention=AttentionConfig(cp_mode=cp_mode),
-        train=TrainConfig(steps=STEPS, row_tokens=96, device="cpu", dtype="float32", logit_chunk=24),
+        train=TrainConfig(steps=STEPS, row_tokens=160, device="cpu", dtype="float32", logit_chunk=24),
     )
 
 
@@ -115,7 +115,7 @@ def test_one_step_leaves_ranks_without_work(cp_size):
     """What the lonely step claims: only the first rank has a supervised token."""
     (documents,) = batches(LONELY + 1)[LONELY:]
     for rank in range(cp_size):
-        (batch,) = pack(documents, 96, cp_size=cp_size, cp_rank=rank)
+        (batch,) = pack(documents, 160, cp_size=cp_size, cp_rank=rank)
         supervised = (batch.positions == 1) & batch.layout.valid(rank)  # the row whose label is token 2
         assert int(supervised.sum()) == (rank == 0)
 

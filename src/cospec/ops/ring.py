@@ -22,6 +22,7 @@ from cospec.ops.branch import branch_backward, branch_forward
 from cospec.ops.dispatch import takes_dtensors
 from cospec.ops.kernels import Kernel, choose_kernel
 from cospec.ops.merge import accumulator_dtype, merge
+from cospec.ops.wire import carried
 
 KV_TAG, GRAD_TAG = 1, 2  # both may be under way between the same two ranks
 
@@ -312,7 +313,8 @@ def _pass_on(x: Tensor, trunk: Trunk, tag: int) -> Callable[[], Tensor]:
     """Send `x` to the next rank of the ring; the returned function waits for the previous rank's."""
     cp, group = trunk.layout.cp_size, trunk.group
     assert group is not None, "a ring of several ranks has a group"
-    sent = [x.contiguous()]  # a list, to let go of it at the wait
+    device = x.device
+    sent = [carried(x.contiguous(), group)]  # a list, to let go of it at the wait
     received = torch.empty_like(sent[0])
     following = dist.get_global_rank(group, (trunk.rank + 1) % cp)
     preceding = dist.get_global_rank(group, (trunk.rank - 1) % cp)
@@ -329,7 +331,7 @@ def _pass_on(x: Tensor, trunk: Trunk, tag: int) -> Callable[[], Tensor]:
         for request in requests:
             request.wait()
         sent.clear()
-        return received
+        return received.to(device)
 
     return wait
 
@@ -341,20 +343,22 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, kv: Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Tensor:
         ctx.group, ctx.traffic = group, traffic
         size = dist.get_world_size(group)
-        gathered = kv.new_empty(size, *kv.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), kv.contiguous(), group=group)
+        mine = carried(kv.contiguous(), group)
+        gathered = mine.new_empty(size, *kv.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=group)
         traffic.sent += (size - 1) * kv.numel() * kv.element_size()
-        return gathered
+        return gathered.to(kv.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        grad = grad.contiguous()
-        received = torch.empty_like(grad)
-        dist.all_to_all_single(received, grad, group=ctx.group)
+        mine = carried(grad.contiguous(), ctx.group)
+        received = torch.empty_like(mine)
+        dist.all_to_all_single(received, mine, group=ctx.group)
         ctx.traffic.sent += grad[1:].numel() * grad.element_size()
         # Summed here and not by the network: half precisions add up in float32.
-        return received.to(accumulator_dtype(grad.dtype)).sum(0).to(grad.dtype), None, None
+        total = received.to(grad.device, accumulator_dtype(grad.dtype)).sum(0)
+        return total.to(grad.dtype), None, None
 
 
 def _check_rows(name: str, x: Tensor, layout: PackedLayout) -> None:

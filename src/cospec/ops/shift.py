@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from cospec.layout import PackedLayout
 from cospec.ops.agree import check_together
 from cospec.ops.dispatch import takes_dtensors
+from cospec.ops.wire import carried
 
 
 def with_halo(x: Tensor, layout: PackedLayout, extent: int, *, cp_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -86,20 +87,20 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, exchange: _Exchange, group: dist.ProcessGroup) -> Tensor:
         ctx.exchange, ctx.group, ctx.num_rows = exchange, group, x.shape[0]
-        outgoing = x.index_select(0, exchange.send_rows.to(x.device))
-        halo = x.new_empty(sum(exchange.receive_counts), *x.shape[1:])
+        outgoing = carried(x.index_select(0, exchange.send_rows.to(x.device)), group)
+        halo = outgoing.new_empty(sum(exchange.receive_counts), *x.shape[1:])
         dist.all_to_all_single(halo, outgoing, exchange.receive_counts, exchange.send_counts, group=group)
-        return torch.cat((x, halo))
+        return torch.cat((x, halo.to(x.device)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         exchange = ctx.exchange
-        halo = grad[ctx.num_rows :].contiguous()
-        returned = grad.new_empty(len(exchange.send_rows), *grad.shape[1:])
+        halo = carried(grad[ctx.num_rows :].contiguous(), ctx.group)
+        returned = halo.new_empty(len(exchange.send_rows), *grad.shape[1:])
         dist.all_to_all_single(returned, halo, exchange.send_counts, exchange.receive_counts, group=ctx.group)
         local = grad[: ctx.num_rows].clone()
-        local.index_add_(0, exchange.send_rows.to(grad.device), returned)
+        local.index_add_(0, exchange.send_rows.to(grad.device), returned.to(grad.device))
         return local, None, None
 
 
