@@ -345,7 +345,7 @@ class _Gather(torch.autograd.Function):
         size = dist.get_world_size(group)
         mine = carried(kv.contiguous(), group)
         gathered = mine.new_empty(size, *kv.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=group)
+        dist.all_gather_single(gathered.flatten(0, 1), mine, group=group)
         traffic.sent += (size - 1) * kv.numel() * kv.element_size()
         return gathered.to(kv.device)
 
