@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cospec.policy.stream import WeightStream
 from cospec.records import Rollout, SamplingParams
+
+State = Mapping[str, Tensor] | WeightStream
+"""Whole tensors by state-dict name, all at once or one after the other."""
+
+
+class EngineError(RuntimeError):
+    """The engine cannot be used: it died, or samples from a wrong distribution. Training state is not touched."""
 
 
 class Engine(Protocol):
@@ -23,8 +31,8 @@ class Engine(Protocol):
         """One rollout per prompt, in order. `sample_ids` (default 0, 1, ..) select the random numbers."""
         ...
 
-    def refit(self, policy_state: Mapping[str, Tensor], draft_state: Mapping[str, Tensor] | None, version: int) -> None:
-        """Take over new weights (full tensors by state-dict name); rollouts carry `version` from now on."""
+    def refit(self, policy_state: State, draft_state: State | None, version: int) -> None:
+        """Take over new weights; rollouts carry `version` from now on."""
         ...
 
     def speculation(self, num_draft_tokens: int) -> AbstractContextManager[None]:
@@ -34,6 +42,29 @@ class Engine(Protocol):
     def stats(self) -> dict[str, Any]:
         """Figures since the engine was built."""
         ...
+
+
+class Elsewhere:
+    """Stands for the engine on a rank that does not serve: takes part in refits, generates nothing."""
+
+    policy_version = 0
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, sample_ids: list[int] | None = None
+    ) -> list[Rollout]:
+        return []
+
+    def refit(self, policy_state: State, draft_state: State | None, version: int) -> None:
+        for state in (policy_state, draft_state):
+            if isinstance(state, WeightStream):
+                state.drain()
+        self.policy_version = version
+
+    def speculation(self, num_draft_tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stats(self) -> dict[str, Any]:
+        return {}
 
 
 def acceptance_length(rollouts: Sequence[Rollout]) -> float:
@@ -73,21 +104,23 @@ def check_request(
         raise ValueError(f"sample_ids has {len(sample_ids)} entries: must be one per prompt ({len(prompts)})")
 
 
-def check_state(owner: str, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def check_state(owner: str, module: nn.Module, state: State) -> None:
     """Raises ValueError unless `state` has exactly the module's names, each with its shape."""
     own = module.state_dict()
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    given = state.shapes if isinstance(state, WeightStream) else {name: value.shape for name, value in state.items()}
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing or unknown:
         raise ValueError(f"{owner}_state: missing {missing}, unknown {unknown}: names must be those of the {owner}")
     for name, value in own.items():
-        if state[name].shape != value.shape:
+        if given[name] != value.shape:
             raise ValueError(
-                f"{owner}_state[{name!r}] has shape {tuple(state[name].shape)}: the {owner} has {tuple(value.shape)}"
+                f"{owner}_state[{name!r}] has shape {tuple(given[name])}: the {owner} has {tuple(value.shape)}"
             )
 
 
 @torch.no_grad()
-def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_state(module: nn.Module, state: State) -> None:
     """Copy checked full tensors into a module, casting to its dtypes."""
-    for name, value in module.state_dict().items():
-        value.copy_(state[name])
+    own = module.state_dict()
+    for name, value in state.items():
+        own[name].copy_(value)

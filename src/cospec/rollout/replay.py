@@ -28,7 +28,7 @@ from cospec.titan import head_weight
 @dataclass(frozen=True)
 class Chain:
     """One verification: prefix (>= 2 tokens), the tokens proposed after it, how many the engine kept (None: not
-    known, the response ended there)."""
+    known, or the response could have ended there)."""
 
     prefix: list[int]
     proposed: list[int]
@@ -63,13 +63,20 @@ class Parity:
 
 
 def chains_of(rollouts: Sequence[Rollout], proposals: Sequence[Sequence[tuple[int, list[int]]]]) -> list[Chain]:
-    """The verifications of an engine's `generate` and its `proposals`, in order."""
+    """The verifications of an engine's `generate` and its `proposals`, in order.
+
+    Which chains have a known `kept` depends on where they start, not on their outcome:
+    leaving out just those that reached the end would leave out the longest.
+    """
     chains = []
     for rollout, recorded in zip(rollouts, proposals, strict=True):
         tokens = [*rollout.prompt_ids, *rollout.token_ids]
-        starts = [position for position, _ in recorded]
+        ends = [position for position, _ in recorded[1:]] + [len(tokens)]
+        longest = max((len(proposed) for _, proposed in recorded), default=0)
         for i, (position, proposed) in enumerate(recorded):
-            kept = starts[i + 1] - position - 1 if i + 1 < len(starts) else None
+            inside = position + longest < len(tokens)
+            stopped = i + 1 == len(recorded) and rollout.finish_reason == "stop"
+            kept = ends[i] - position - 1 if inside and not stopped else None
             if proposed and position >= 2:
                 chains.append(Chain(tokens[:position], list(proposed), kept))
     return chains

@@ -29,7 +29,7 @@ from cospec.draft.vocab import check_vocab
 from cospec.policy.weights import to_hf
 from cospec.records import Rollout, SamplingParams
 from cospec.rollout import vllm_worker
-from cospec.rollout.engine import check_request, check_state
+from cospec.rollout.engine import EngineError, check_request, check_state
 from cospec.rollout.probe import ProbeResult, chi_square, rank_uniforms
 from cospec.rollout.sampling import stream_keys
 from cospec.rollout.sequence import tally
@@ -45,10 +45,6 @@ PROBES = (
 
 _STARTED: list[Any] = []
 """Every vLLM of this process: one that is collected takes the process groups of all others with it."""
-
-
-class EngineError(RuntimeError):
-    """The engine cannot be used: it died, or samples from a wrong distribution. Training state is not touched."""
 
 
 class VLLMEngine:
@@ -408,6 +404,7 @@ def import_vllm() -> Any:
         os.environ.setdefault(name, value)
     try:
         import vllm
+        from vllm import LLM  # noqa: F401  (a folder of that name on the path is not it)
     except ImportError as error:
         raise ImportError(
             f"rollout.engine 'vllm' needs vLLM, which does not import here ({error}): on CPU run "

@@ -9,6 +9,7 @@ import tyro
 
 from cospec.config import ConfigError, RunConfig, check
 from cospec.features.store import StoreError
+from cospec.rollout.engine import EngineError
 from cospec.train.checkpoint import CheckpointError
 
 
@@ -22,6 +23,6 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     try:
         check(config)
         run(config)
-    except (ConfigError, CheckpointError, StoreError) as error:
+    except (ConfigError, CheckpointError, StoreError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -20,7 +20,16 @@ from cospec.train.metrics import MetricsLog, step_row
 from cospec.train.optim import Optimizer
 from cospec.train.report import write_report
 from cospec.train.resume import Checkpoints, frozen_copy
-from cospec.train.rollouts import build_engine, refit, roll_out, rollout_row, sampling, to_documents
+from cospec.train.rollouts import (
+    build_engine,
+    check_engine,
+    refit,
+    roll_out,
+    rollout_row,
+    sampling,
+    serving_ranks,
+    to_documents,
+)
 from cospec.train.setup import open_mesh, open_run
 from cospec.train.step import Learner, LossRows, cotrain_step, policy_logprobs
 
@@ -32,6 +41,7 @@ def run_rl(config: RunConfig) -> None:
     task = make_task(config.rl.task, seed=config.seed)
     config = replace(config, policy=replace(config.policy, vocab_size=task.tokenizer.vocab_size))
     longest = _check_lengths(config, task)
+    check_engine(config)
     rl = config.rl
     data = {"task": rl.task, "prompts_per_step": rl.prompts_per_step, "samples_per_prompt": rl.samples_per_prompt}
     phases = (WARM_POLICY, WARM_DRAFT, RUN)
@@ -40,7 +50,8 @@ def run_rl(config: RunConfig) -> None:
         open_run(config, mesh, data=data, phases=phases, longest=longest) as (learner, saves, log),
     ):
         warm_start(learner, task, log, saves)
-        static_draft = frozen_copy(learner.draft) if learner.draft and config.eval.static_control else None
+        serving = serving_ranks(config, mesh)
+        static_draft = frozen_copy(learner.draft, serving) if learner.draft and config.eval.static_control else None
         engine = build_engine(config, learner, max_prompt=task.max_prompt_tokens)
         first_step = saves.enter(RUN, learner, static_draft) or 0
         evaluator = Evaluator(config, task, engine, learner, static_draft, log)
@@ -53,7 +64,7 @@ def run_rl(config: RunConfig) -> None:
             started = time.perf_counter()
             first = step * rl.prompts_per_step
             prompts = [task.train_prompt(first + i) for i in range(rl.prompts_per_step) for _ in range(group)]
-            scored = roll_out(engine, task, prompts, params, mesh, first_sample=first * group)
+            scored = roll_out(engine, task, prompts, params, mesh, first_sample=first * group, serving=serving)
             row = rollout_row(scored, time.perf_counter() - started)
             stats = rl_updates(learner, to_documents(scored, config), step)
             begun = time.perf_counter()

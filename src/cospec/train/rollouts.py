@@ -8,18 +8,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from cospec.config import RunConfig, require
+from cospec.config import ConfigError, RunConfig, require
 from cospec.draft.eagle3 import Eagle3Draft
 from cospec.export.eagle3 import save_draft
 from cospec.mesh import Mesh
+from cospec.policy.stream import WeightStream
 from cospec.policy.weights import save_hf
 from cospec.records import Document, Rollout, SamplingParams
 from cospec.rl.grpo import group_advantages, length_penalty
 from cospec.rl.tasks import Prompt, Task
-from cospec.rollout.engine import Engine, acceptance_length
+from cospec.rollout.engine import Elsewhere, Engine, State, acceptance_length
 from cospec.rollout.native import NativeEngine
 from cospec.titan import build_model
+from cospec.train.draft_side import DraftSide
 from cospec.train.step import Learner
 
 
@@ -39,15 +42,33 @@ class ScoredRollouts:
         return sum(len(r.token_ids) for r in self.rollouts)
 
 
+def check_engine(config: RunConfig) -> None:
+    """Raises ConfigError for an engine that cannot run here, before any work is done."""
+    if config.rollout.engine != "vllm":
+        return
+    from cospec.rollout.vllm import import_vllm
+
+    ranks = config.mesh.pp * config.mesh.dp * config.mesh.cp
+    require(ranks == 1, "rollout.engine", "vllm", f"runs in the process of a single rank, the mesh has {ranks}")
+    try:
+        import_vllm()
+    except ImportError as error:
+        raise ConfigError("rollout.engine", "vllm", str(error)) from error
+
+
 def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Engine:
     """A rollout engine with weights of its own on this rank's device, not yet refitted.
 
+    On ranks outside `rollout.engine_ranks` it stands for the engines of the others.
     Raises EngineError where vLLM is asked for and samples from a wrong distribution.
     """
     if config.rollout.engine == "vllm":
         return _vllm_engine(config, learner, max_prompt=max_prompt)
+    if learner.mesh.world_rank not in serving_ranks(config, learner.mesh):
+        return Elsewhere()
     device = learner.mesh.device
-    policy = build_model(learner.runner.parts[0].config, device=device, dtype=torch.float32)
+    dtype = getattr(torch, config.rollout.dtype)
+    policy = build_model(learner.runner.parts[0].config, device=device, dtype=dtype)
     draft = None
     if learner.draft is not None:
         draft = Eagle3Draft(learner.draft.model.config).to(device)
@@ -64,8 +85,7 @@ def _vllm_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Eng
     """vLLM in this process, started from folders that are gone afterwards: refits come from memory."""
     from cospec.rollout.vllm import VLLMEngine
 
-    ranks = learner.mesh.world_size
-    require(ranks == 1, "rollout.engine", "vllm", f"runs in the process of a single rank, the mesh has {ranks}")
+    check_engine(config)
     spec, draft = learner.runner.parts[0].config, None
     with tempfile.TemporaryDirectory(prefix="cospec-vllm-") as folder:
         save_hf(spec, learner.runner.full_state(), f"{folder}/policy")
@@ -83,11 +103,28 @@ def _vllm_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Eng
         )
 
 
-def refit(engine: Engine, learner: Learner, version: int, *, draft_state: dict | None = None) -> None:
-    """Hand the trained weights to the engine; `draft_state` stands in for the trained draft."""
-    if draft_state is None and learner.draft is not None:
-        draft_state = learner.draft.full_state()
-    engine.refit(learner.runner.full_state(), draft_state, version)
+def serving_ranks(config: RunConfig, mesh: Mesh) -> Sequence[int]:
+    """World ranks that hold an engine, in the order in which prompts go to them."""
+    return range(mesh.world_size) if config.rollout.engine_ranks is None else config.rollout.engine_ranks
+
+
+def refit(engine: Engine, learner: Learner, version: int, *, draft_from: DraftSide | nn.Module | None = None) -> None:
+    """Hand the trained weights to the engines, tensor by tensor. Collective.
+
+    draft_from: stands in for the trained draft; a module is whole on every rank that serves.
+    """
+    draft = learner.draft if draft_from is None else draft_from
+    if learner.config.rollout.engine == "vllm":  # one rank, and vLLM wants to see everything at once
+        whole = draft.full_state() if isinstance(draft, DraftSide) else draft and draft.state_dict()
+        engine.refit(learner.runner.full_state(), whole, version)
+        return
+    serving = serving_ranks(learner.config, learner.mesh)
+    draft_state: State | None = None
+    if isinstance(draft, DraftSide):
+        draft_state = WeightStream(draft.parts, learner.mesh, serving)
+    elif draft is not None:
+        draft_state = draft.state_dict()
+    engine.refit(WeightStream(learner.runner.parts, learner.mesh, serving), draft_state, version)
 
 
 def sampling(config: RunConfig, task: Task) -> SamplingParams:
@@ -109,13 +146,16 @@ def roll_out(
     mesh: Mesh,
     *,
     first_sample: int,
+    serving: Sequence[int] | None = None,
 ) -> ScoredRollouts:
-    """One rollout per prompt, computed by the ranks in turns.
+    """One rollout per prompt, computed by the ranks that serve (None: all) in turns.
 
     The random numbers of a sample depend on its index only (`first_sample` + position), so
     the tokens do not depend on how many ranks share the work.
     """
-    mine = range(mesh.world_rank, len(prompts), mesh.world_size)
+    servers = range(mesh.world_size) if serving is None else serving
+    first = servers.index(mesh.world_rank) if mesh.world_rank in servers else len(prompts)
+    mine = range(first, len(prompts), len(servers))
     rollouts = (
         engine.generate([prompts[i].token_ids for i in mine], params, sample_ids=[first_sample + i for i in mine])
         if len(mine)
@@ -124,7 +164,7 @@ def roll_out(
     if mesh.world_size > 1:
         shares: list = [None] * mesh.world_size
         dist.all_gather_object(shares, rollouts)
-        rollouts = [shares[i % mesh.world_size][i // mesh.world_size] for i in range(len(prompts))]
+        rollouts = [shares[servers[i % len(servers)]][i // len(servers)] for i in range(len(prompts))]
     rewards = [task.reward(prompt, rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
     return ScoredRollouts(rollouts, rewards)
 
