@@ -229,6 +229,12 @@ class AttentionConfig:
 class RolloutConfig:
     engine: Literal["native", "vllm"] = "native"
     """vllm: the real one, in this process (one rank); see docs/vllm.md."""
+    engine_ranks: tuple[int, ...] | None = None
+    """Ranks that hold an engine and generate; None: every rank, which is fastest. The others
+    then keep no whole copy of the weights, and wait while these generate."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the native engine's copy of the weights and its cache. bfloat16 halves both; its
+    log-probabilities differ from the trainer's, which `rl.importance_cap` corrects."""
     num_draft_tokens: int = 5
     """k, the chain a draft proposes before a verification, 1..16; 0 switches speculation off."""
     max_new_tokens: int = 96
@@ -385,6 +391,7 @@ def check(config: RunConfig) -> None:
     require(
         0 <= c.rollout.num_draft_tokens <= 16, "rollout.num_draft_tokens", c.rollout.num_draft_tokens, "must be 0..16"
     )
+    _check_engine_ranks(c)
     require(c.rollout.max_new_tokens >= 1, "rollout.max_new_tokens", c.rollout.max_new_tokens, "must be >= 1")
     require(c.rollout.temperature > 0, "rollout.temperature", c.rollout.temperature, "must be > 0: RL needs samples")
     require(c.rollout.top_k >= 0, "rollout.top_k", c.rollout.top_k, "must be >= 0 (0 = off)")
@@ -417,6 +424,15 @@ def check(config: RunConfig) -> None:
         require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
         for field_name in ("warmup_steps", "decay_steps"):
             require(getattr(optim, field_name) >= 0, f"{name}.{field_name}", getattr(optim, field_name), "must be >= 0")
+
+
+def _check_engine_ranks(c: RunConfig) -> None:
+    serving, ranks = c.rollout.engine_ranks, c.mesh.pp * c.mesh.dp * c.mesh.cp
+    if serving is None:
+        return
+    rule = f"must be one or more different ranks in 0..{ranks - 1}: mesh.pp * mesh.dp * mesh.cp is {ranks}"
+    fits = len(serving) > 0 and len(set(serving)) == len(serving) and all(0 <= r < ranks for r in serving)
+    require(fits, "rollout.engine_ranks", serving, rule)
 
 
 def _check_pipeline(c: RunConfig) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from cospec.ops.acceptance import accept, resample
 from cospec.policy.taps import TapRecorder
 from cospec.records import Rollout, SamplingParams
 from cospec.rollout.cache import CacheView, KVCache, PrefillView
-from cospec.rollout.engine import check_request, check_state, load_state
+from cospec.rollout.engine import State, check_request, check_state, load_state
 from cospec.rollout.proposer import ChainProposer
 from cospec.rollout.sampling import ACCEPT, PROPOSE, SAMPLE, distribution, draw, policy_logp, stream_keys, uniforms
 from cospec.rollout.sequence import Sequence, tally
@@ -106,7 +106,7 @@ class NativeEngine:
         self._tokens = self._accepted = self._steps = 0
         self._seconds = 0.0
 
-    def refit(self, policy_state: Mapping[str, Tensor], draft_state: Mapping[str, Tensor] | None, version: int) -> None:
+    def refit(self, policy_state: State, draft_state: State | None, version: int) -> None:
         """Copy new weights in; `draft_state` None keeps the draft as it is.
 
         Names and shapes of both are checked before any weight changes.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 
+import torch.distributed as dist
 from torch import nn
 
 from cospec.config import RunConfig
 from cospec.rl.tasks import Task
 from cospec.rollout.engine import Engine, acceptance_length
 from cospec.train.metrics import MetricsLog
-from cospec.train.rollouts import ScoredRollouts, refit, roll_out, sampling
+from cospec.train.rollouts import ScoredRollouts, refit, roll_out, sampling, serving_ranks
 from cospec.train.step import Learner
 
 # Sample indices of evaluations lie far from those of training, so that no random number is shared.
@@ -37,6 +38,7 @@ class Evaluator:
     ):
         self.config, self.task, self.engine, self.learner, self.log = config, task, engine, learner, log
         self.static_draft = static_draft
+        self.serving = serving_ranks(config, learner.mesh)
         self.prompts = task.eval_prompts(config.eval.prompts)
 
     def run(self, step: int) -> dict:
@@ -47,7 +49,7 @@ class Evaluator:
             row["acceptance_length_cotrained"] = acceptance_length(scored.rollouts)
             if self.static_draft is not None:
                 version = self.engine.policy_version
-                refit(self.engine, self.learner, version, draft_state=self.static_draft.state_dict())
+                refit(self.engine, self.learner, version, draft_from=self.static_draft)
                 row["acceptance_length_static"] = acceptance_length(self._roll_out().rollouts)
                 refit(self.engine, self.learner, version)
         with self.engine.speculation(0):
@@ -71,16 +73,19 @@ class Evaluator:
                     seconds[k].append(time.perf_counter() - started)
                 lengths[k] = acceptance_length(rollouts)
         base = statistics.median(seconds[0])
-        return [
+        rows = [
             {
                 "num_draft_tokens": k,
                 "batch": len(prompts),
                 "seconds": statistics.median(seconds[k]),
-                "speed_up": base / statistics.median(seconds[k]),
+                "speed_up": base / max(statistics.median(seconds[k]), 1e-9),
                 "acceptance_length": lengths[k],
             }
             for k in depths
         ]
+        if self.learner.mesh.world_size > 1:  # every rank measured: the figures of the first that serves
+            dist.broadcast_object_list(rows, src=self.serving[0])
+        return rows
 
     def _roll_out(self) -> ScoredRollouts:
         return roll_out(
@@ -90,4 +95,5 @@ class Evaluator:
             sampling(self.config, self.task),
             self.learner.mesh,
             first_sample=_EVAL_SAMPLES,
+            serving=self.serving,
         )

@@ -9,7 +9,7 @@ folder is numbered by the optimizer steps of all phases. What depends on a step 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from cospec.config import RunConfig
+from cospec.policy.stream import WeightStream
+from cospec.rollout.engine import load_state
 from cospec.titan import policy_config
 from cospec.train import checkpoint
 from cospec.train.checkpoint import CheckpointError
@@ -123,11 +125,18 @@ def define_run(config: RunConfig, learner: Learner, data: Mapping[str, Any]) -> 
     return definition
 
 
-def frozen_copy(draft: DraftSide) -> nn.Module:
-    """The draft's weights as they are now, whole, on the CPU, as a module that checkpoints can hold. Collective."""
-    copy = type(draft.model)(draft.model.config)
-    copy.load_state_dict(draft.full_state())
-    return copy.requires_grad_(False)
+def frozen_copy(draft: DraftSide, ranks: Collection[int]) -> nn.Module:
+    """The draft's weights as they are now, whole, on the CPU, as a module that checkpoints can hold. Collective.
+
+    Only `ranks` (of the world) get it; the others an empty module.
+    """
+    weights = WeightStream(draft.parts, draft.mesh, ranks)
+    if draft.mesh.world_rank not in ranks:
+        weights.drain()
+        return nn.Module()
+    copy = type(draft.model)(draft.model.config).requires_grad_(False)
+    load_state(copy, weights)
+    return copy
 
 
 def _parts(learner: Learner, static_draft: nn.Module | None) -> dict[str, Part]:

@@ -1,0 +1,67 @@
+"""The weights of a run on a mesh, whole, one tensor at a time: what a refit sends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cospec.mesh import Mesh
+
+
+class WeightStream:
+    """Whole tensors of modules that are spread over a mesh, by state-dict name.
+
+    A tensor is gathered over the shards of its stage, broadcast along pp where a rank wants
+    it, and gone when the next one comes: beyond its shards no rank holds more than one whole
+    tensor. Collective: every rank makes the stream and goes through `items` to the end.
+
+    Args:
+        modules: those on this rank; on each pp rank other ones, with names of their own.
+        wanted_by: world ranks that read the tensors; None means every rank.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: Mesh, wanted_by: Collection[int] | None = None):
+        self.mesh = mesh
+        self._own: dict[str, Tensor] = {}
+        for module in modules:
+            self._own |= module.state_dict()
+        header = [(name, value.shape, value.dtype) for name, value in self._own.items()]
+        self._headers: list = [header]
+        group = mesh.group("pp")
+        column = {mesh.world_rank}
+        if group is not None:
+            self._headers = [None] * mesh.pp_size
+            dist.all_gather_object(self._headers, header, group=group)
+            column = set(dist.get_process_group_ranks(group))
+        self._wanted = wanted_by is None or mesh.world_rank in wanted_by
+        self._wanted_in_column = wanted_by is None or not column.isdisjoint(wanted_by)
+        self.shapes: dict[str, torch.Size] = {name: shape for part in self._headers for name, shape, _ in part}
+
+    @torch.no_grad()
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor on the mesh's device), for this rank if it wants them; read it before the next."""
+        group = self.mesh.group("pp")
+        for pp_rank, header in enumerate(self._headers):
+            mine = pp_rank == self.mesh.pp_rank
+            for name, shape, dtype in header:
+                whole: Tensor | None = None
+                if mine:
+                    own = self._own[name].detach()
+                    whole = own.full_tensor() if isinstance(own, DTensor) else own
+                if group is not None and self._wanted_in_column:
+                    if whole is None:
+                        whole = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+                    whole = whole.to(self.mesh.device).contiguous()
+                    dist.broadcast(whole, src=dist.get_global_rank(group, pp_rank), group=group)
+                if self._wanted and whole is not None:
+                    yield name, whole
+                del whole
+
+    def drain(self) -> None:
+        """Take part without reading."""
+        for _ in self.items():
+            pass
