@@ -44,6 +44,13 @@ class Engine(Protocol):
         ...
 
 
+def whole_state(state: State) -> dict[str, Tensor]:
+    """Everything at once, for an engine that takes it so; a stream's tensors as copies."""
+    if isinstance(state, WeightStream):
+        return {name: value.clone() for name, value in state.items()}
+    return dict(state)
+
+
 class Elsewhere:
     """Stands for the engine on a rank that does not serve: takes part in refits, generates nothing."""
 

@@ -29,7 +29,7 @@ from cospec.draft.vocab import check_vocab
 from cospec.policy.weights import to_hf
 from cospec.records import Rollout, SamplingParams
 from cospec.rollout import vllm_worker
-from cospec.rollout.engine import EngineError, check_request, check_state
+from cospec.rollout.engine import EngineError, State, check_request, check_state, whole_state
 from cospec.rollout.probe import ProbeResult, chi_square, rank_uniforms
 from cospec.rollout.sampling import stream_keys
 from cospec.rollout.sequence import tally
@@ -186,14 +186,14 @@ class VLLMEngine:
         self._seconds += time.perf_counter() - started
         return rollouts
 
-    def refit(self, policy_state: Mapping[str, Tensor], draft_state: Mapping[str, Tensor] | None, version: int) -> None:
+    def refit(self, policy_state: State, draft_state: State | None, version: int) -> None:
         """Take over new weights in place; `draft_state` None keeps the draft as it is.
 
         Names and shapes of both are checked before any weight changes: ValueError names the
         tensor. Embeddings that the draft shares with the policy follow the policy's.
         """
-        policy_items = to_hf(self.policy_config, policy_state)
-        draft_items = None if draft_state is None else self._draft_items(draft_state)
+        policy_items = to_hf(self.policy_config, whole_state(policy_state))
+        draft_items = None if draft_state is None else self._draft_items(whole_state(draft_state))
         self._rpc("reload_weights", weights_iterator=iter(policy_items.items()))
         if draft_items is not None and self._most_draft_tokens:
             self._rpc(vllm_worker.refit_draft, draft_items)

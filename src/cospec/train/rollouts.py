@@ -114,10 +114,6 @@ def refit(engine: Engine, learner: Learner, version: int, *, draft_from: DraftSi
     draft_from: stands in for the trained draft; a module is whole on every rank that serves.
     """
     draft = learner.draft if draft_from is None else draft_from
-    if learner.config.rollout.engine == "vllm":  # one rank, and vLLM wants to see everything at once
-        whole = draft.full_state() if isinstance(draft, DraftSide) else draft and draft.state_dict()
-        engine.refit(learner.runner.full_state(), whole, version)
-        return
     serving = serving_ranks(learner.config, learner.mesh)
     draft_state: State | None = None
     if isinstance(draft, DraftSide):
