@@ -301,6 +301,7 @@ def peak_bytes(once: Callable[[], int], device: torch.device) -> int:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             once()
         assert profile.profiler is not None
+        assert profile.profiler.kineto_results is not None
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
         held = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):

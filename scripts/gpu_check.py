@@ -147,7 +147,7 @@ def _attention_error(got: list[torch.Tensor], dtype: torch.dtype, depth: int) ->
     *exact, grad = [x.double() for x in _attention_inputs(dtype, depth)]
     for x in exact:
         x.requires_grad_()
-    out, _ = reference.attention(*exact[:3], LENGTHS, exact[3 : 3 + depth], exact[3 + depth :])
+    out, _ = reference.attention(exact[0], exact[1], exact[2], LENGTHS, exact[3 : 3 + depth], exact[3 + depth :])
     want = [out, *torch.autograd.grad(out, exact, grad)]
     return max(_error(a, b) for a, b in zip(got, want, strict=True))
 

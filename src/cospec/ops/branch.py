@@ -42,12 +42,14 @@ def branch_backward(
     out_TNH: Tensor,
     lse_TN: Tensor,
     scale: float,
+    dq_TNH: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Gradients of the merged attention with respect to q (branch share), k and v of the branches.
 
     With p_i = exp(s_i - lse): dv_i = sum_g p_i dout, ds_i = p_i (dout . v_i - dout . out),
     dq = scale sum_i ds_i k_i, dk_i = scale sum_g ds_i q, g over the query heads of a key head.
-    `out_TNH`, `lse_TN` belong to the merged attention (trunk and all branches).
+    `out_TNH`, `lse_TN` belong to the merged attention (trunk and all branches). Given `dq_TNH`, contiguous
+    and in the accumulator dtype, the branch share is added to it in place.
 
     Shapes:   as `branch_forward`; dq [T, N, H] in the accumulator dtype, dk and dv lists of
               [T, M, H] in the dtype of the branches.
@@ -58,7 +60,7 @@ def branch_backward(
     lse = lse_TN.to(dtype).view(q.shape[:3])
     scratch = torch.empty_like(q)
     delta = torch.mul(grad, out, out=scratch).sum(-1)
-    dq = torch.zeros_like(q)
+    dq = torch.zeros_like(q) if dq_TNH is None else dq_TNH.view(q.shape)
     dk_branches, dv_branches = [], []
     for k_branch, v_branch in zip(k_branches, v_branches, strict=True):
         key, value = k_branch.to(dtype), v_branch.to(dtype)

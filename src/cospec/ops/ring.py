@@ -237,19 +237,18 @@ class _TrunkBranchAttention(torch.autograd.Function):
             _, _, dq, dk, dv = block_backward(0, *shards)
             dshards = [dk.to(q.dtype), dv.to(q.dtype)]
         else:
-            dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
-            if trunk.mode == "gather":
-                dshards = [_gathered_backward(trunk, shards, block_backward, dq)]
-            else:
-                dshards = [_ring_backward(trunk, shards, block_backward, dq)]
+            run = _gathered_backward if trunk.mode == "gather" else _ring_backward
+            dq, dshard = run(trunk, shards, block_backward)
+            dshards = [dshard]
         dk_branches, dv_branches = [], []
         if call.depth:
-            branch_dq, dk_branches, dv_branches = branch_backward(grad, q, k_branches, v_branches, out, lse, call.scale)
+            dq, dk_branches, dv_branches = branch_backward(
+                grad, q, k_branches, v_branches, out, lse, call.scale, dq.to(lse.dtype).contiguous()
+            )
             padding = padding_rows(trunk.layout, trunk.rank, q.device)
             if padding is not None:
-                for x in (branch_dq, *dk_branches, *dv_branches):
+                for x in (dq, *dk_branches, *dv_branches):
                     x.index_fill_(0, padding, 0)
-            dq = branch_dq.add_(dq)
         return None, dq.to(q.dtype), *dshards, *dk_branches, *dv_branches
 
 
@@ -276,37 +275,47 @@ def _walk(trunk: Trunk, shards: Sequence[Tensor]) -> Iterator[tuple[int, Tensor,
             kv = arriving()
 
 
-def _ring_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward, dq: Tensor) -> Tensor:
-    """[2, J_local, M, H]: the gradient of this rank's shard; adds the queries' to `dq`.
+def _ring_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward) -> tuple[Tensor, Tensor]:
+    """dq [T, N, H] in the accumulator dtype, and the gradient of this rank's shard [2, J_local, M, H].
 
     The gradient of a foreign shard starts at its first foreign user and travels along with the
     shard; after the last step it is one hop from home.
     """
-
-    def nothing() -> Tensor:
-        return torch.zeros(shards[0].shape, dtype=dq.dtype, device=dq.device)
-
-    own, arriving = nothing(), nothing
-    for step, (source, k, v) in enumerate(_walk(trunk, shards)):
+    dtype = accumulator_dtype(shards[0].dtype)
+    dq = own = arriving = None
+    for source, k, v in _walk(trunk, shards):
         rows, keys, block_dq, dk, dv = block_backward(source, k, v)
+        if dq is None:  # the first block, of the own keys, covers all rows
+            dq, own = block_dq.to(dtype), torch.stack((dk, dv)).to(dtype)
+            continue
         dq[rows] += block_dq
-        total = own if step == 0 else arriving()
+        if arriving is None:
+            total = torch.zeros(shards[0].shape, dtype=dtype, device=dq.device)
+        else:
+            total = arriving()
         total[0, keys] += dk
         total[1, keys] += dv
-        if step > 0:
-            arriving = _pass_on(total, trunk, GRAD_TAG)
-    return own.add_(arriving()).to(shards[0].dtype)
+        arriving = _pass_on(total, trunk, GRAD_TAG)
+    assert dq is not None
+    assert own is not None
+    assert arriving is not None, "a ring has at least two ranks"
+    return dq, own.add_(arriving()).to(shards[0].dtype)
 
 
-def _gathered_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward, dq: Tensor) -> Tensor:
-    """[cp, 2, J_local, M, H]: this rank's share of every shard's gradient; adds the queries' to `dq`."""
+def _gathered_backward(trunk: Trunk, shards: Sequence[Tensor], block_backward) -> tuple[Tensor, Tensor]:
+    """dq [T, N, H] in the accumulator dtype, and this rank's share of all shards' gradients [cp, 2, J_local, M, H]."""
+    dq = None
     total = torch.zeros_like(shards[0])
     for source, k, v in _walk(trunk, shards):
         rows, keys, block_dq, dk, dv = block_backward(source, k, v)
-        dq[rows] += block_dq
+        if dq is None:
+            dq = block_dq.to(accumulator_dtype(k.dtype))
+        else:
+            dq[rows] += block_dq
         total[source, 0, keys] = dk
         total[source, 1, keys] = dv
-    return total
+    assert dq is not None
+    return dq, total
 
 
 def _pass_on(x: Tensor, trunk: Trunk, tag: int) -> Callable[[], Tensor]:
