@@ -305,7 +305,7 @@ def peak_bytes(once: Callable[[], int], device: torch.device) -> int:
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
         held = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):
-            held += event.nbytes()
+            held += event.nbytes()  # pyrefly: ignore[missing-attribute]
             peak = max(peak, held)
     most = torch.tensor([peak], dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
