@@ -34,6 +34,7 @@ def test_a_missing_vllm_names_what_installs_it():
     "options, message",
     [
         ({"max_len": 1000}, "max_len=1000: must be in 2..128"),
+        ({"max_len": 117, "draft_folder": "x"}, "max_len=117: must be in 2..116"),
         ({"max_len": 64, "num_draft_tokens": 17}, "num_draft_tokens=17"),
         ({"max_len": 64, "max_batch": 0}, "max_batch=0"),
         ({"max_len": 64, "draft_folder": "x"}, "give both or neither"),

@@ -243,6 +243,15 @@ def test_requests_end_where_they_should(engine):
         assert sum(rollout.accepted) + rollout.verify_steps + 1 == n
 
 
+def test_a_sequence_near_the_limit_does_not_end_everybodys_speculation(engine, models):
+    """Known failure 41: all run into max_len, at different steps, and all chains are the training code's."""
+    params = SamplingParams(max_new_tokens=MAX_LEN, temperature=0)
+    rollouts = engine.generate(prompts(24, longest=40, seed=14), params)
+    assert {len(r.prompt_ids) + len(r.token_ids) for r in rollouts} == {MAX_LEN}
+    found = replay(*models, chains_of(rollouts, engine.proposals), params, draft_filters=False)
+    assert found.agrees, found
+
+
 def test_same_request_same_rollouts(engine):
     params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=6)
     first = engine.generate(prompts(8), params)

@@ -86,8 +86,10 @@ class VLLMEngine:
             raise ValueError(f"num_draft_tokens={num_draft_tokens}: must be in 0..{MAX_DRAFT_TOKENS}")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: must be >= 1")
-        if not 2 <= max_len <= policy_config.max_seq_len:
-            raise ValueError(f"max_len={max_len}: must be in 2..{policy_config.max_seq_len}, the policy's positions")
+        most = policy_config.max_seq_len - _room(num_draft_tokens if draft_folder is not None else 0)
+        if not 2 <= max_len <= most:
+            rule = f"must be in 2..{most}, the policy's {policy_config.max_seq_len} positions less what chains need"
+            raise ValueError(f"max_len={max_len}: {rule}")
         if (draft_folder is None) != (draft_config is None):
             raise ValueError("draft_folder and draft_config: give both or neither")
         self._draft: Eagle3Draft | None = None
@@ -139,8 +141,7 @@ class VLLMEngine:
                 skip_tokenizer_init=True,
                 dtype=dtype,
                 enforce_eager=True,
-                # Room for a last chain that goes past the limit: vLLM drafts k tokens in every step.
-                max_model_len=min(self.max_len + k + 1, self.policy_config.max_seq_len),
+                max_model_len=self.max_len + _room(k),
                 max_num_seqs=self.max_batch,
                 kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
                 enable_sleep_mode=self.can_sleep,
@@ -389,6 +390,16 @@ class VLLMEngine:
             raise EngineError(
                 f"the vLLM engine died ({self._dead}); the trained weights are untouched, build a new engine"
             ) from error
+
+
+def _room(num_draft_tokens: int) -> int:
+    """Positions past the longest sequence that keep vLLM drafting.
+
+    It proposes k tokens in every step, also past a request's limit, and as soon as one
+    sequence of the batch with its chain and the next one would not fit, nobody gets proposals
+    (they are token 0, which is lossless and slow).
+    """
+    return 2 * num_draft_tokens + 2 if num_draft_tokens else 0
 
 
 def import_vllm() -> Any:

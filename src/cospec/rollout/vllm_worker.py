@@ -68,9 +68,11 @@ def expands_rightly(expand: Callable[..., Tensor], device: torch.device | str = 
 
 def _takes_no_tokens(constrain: Callable[..., Tensor], device: torch.device) -> bool:
     one = torch.ones(1, device=device)
-    metadata = SimpleNamespace(all_greedy=False, temperature=one, top_k=one.int(), top_p=one / 2)
     try:
-        return constrain(torch.empty(0, 4, device=device), (one - one).int(), metadata).shape == (0, 4)
+        for top_k, top_p in ((one.int(), None), (None, one / 2), (one.int(), one / 2)):
+            metadata = SimpleNamespace(all_greedy=False, temperature=one, top_k=top_k, top_p=top_p)
+            constrain(torch.empty(0, 4, device=device), (one - one).int(), metadata)
+        return True
     except Exception:  # whatever it is, it would end a rollout
         return False
 
