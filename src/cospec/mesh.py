@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import os
 import time
+import uuid
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -170,13 +171,53 @@ def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 3
     if world_size == 1:
         return Mesh(chosen)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        _join(chosen, timeout_s)
     shape = tuple(getattr(config, axis) for axis in AXES)
     backends: dict[int | str, Any] = {axis: _backend(chosen, timeout_s) for axis in AXES}
     device_mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=AXES, backend_override=backends)
     return Mesh(chosen, device_mesh, timeout_s)
+
+
+def _join(device: torch.device, timeout_s: float) -> None:
+    """Make the default group. torchrun's store outlives a restart, and with it the addresses of dead
+    processes, which gloo would try to reach: the ranks meet in it under a name of this attempt.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"cospec/{agree_on_name(store, rank, size, timeout_s)}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def agree_on_name(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+    """A name that rank 0 makes up and all ranks that are alive now learn, whatever dead ones left in the store.
+
+    A rank says hello with a number of its own; rank 0 answers the newest hello of every rank
+    until each has taken the answer. Raises TimeoutError naming ranks that did not come.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if rank:
+        store.set(f"cospec/hello/{rank}", own)
+    missing = set(range(1, size)) if rank == 0 else {0}
+    answered: dict[int, str] = {}
+    while missing:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank}: rank(s) {sorted(missing)} did not join within {timeout_s:g} seconds")
+        if rank and store.check([f"cospec/answer/{own}"]):
+            name = store.get(f"cospec/answer/{own}").decode()
+            store.set(f"cospec/ready/{name}/{rank}", "")
+            return name
+        for other in sorted(missing) if rank == 0 else ():
+            if store.check([f"cospec/ready/{own}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"cospec/hello/{other}"]):
+                hello = store.get(f"cospec/hello/{other}").decode()
+                if answered.get(other) != hello:
+                    store.set(f"cospec/answer/{hello}", own)
+                    answered[other] = hello
+        time.sleep(0.01)
+    return own
 
 
 def _backend(device: torch.device, timeout_s: float) -> tuple[str, Any]:

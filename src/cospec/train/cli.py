@@ -11,6 +11,7 @@ from cospec.config import ConfigError, RunConfig, check
 from cospec.features.store import StoreError
 from cospec.rollout.engine import EngineError
 from cospec.train.checkpoint import CheckpointError
+from cospec.train.faults import RankFault, leave
 
 
 def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] | None = None) -> None:
@@ -18,6 +19,7 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
 
     Unknown flags, wrong types and impossible values end with one message and exit code 2,
     before anything is written; so does a checkpoint or a feature store that cannot be written or read.
+    A rank that fails or dies ends all, with one message and exit code 1.
     """
     config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
     try:
@@ -26,3 +28,5 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     except (ConfigError, CheckpointError, StoreError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except RankFault as fault:
+        leave(fault)

@@ -11,6 +11,7 @@ from torch import nn
 from cospec.config import RunConfig
 from cospec.rl.tasks import Task
 from cospec.rollout.engine import Engine, acceptance_length
+from cospec.train.faults import doing
 from cospec.train.metrics import MetricsLog
 from cospec.train.rollouts import ScoredRollouts, refit, roll_out, sampling, serving_ranks
 from cospec.train.step import Learner
@@ -43,6 +44,7 @@ class Evaluator:
 
     def run(self, step: int) -> dict:
         """Evaluate the policy that the engine holds; the engine is left as it was found."""
+        doing(f"the evaluation after {step} steps")
         scored = self._roll_out()
         row = {"step": step, "reward_mean": scored.reward_mean, "tokens_mean": scored.tokens / len(self.prompts)}
         if self.learner.draft is not None:
@@ -59,6 +61,7 @@ class Evaluator:
 
     def speed(self, repeats: int = 3) -> list[dict]:
         """Seconds of the same prompts and weights without and with k draft tokens, in turns; medians."""
+        doing("the comparison of speeds")
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.config.eval.speed_batch)]
         most = self.config.rollout.num_draft_tokens if self.learner.draft is not None else 0
         depths = [0, *range(min(2, most), most + 1)] if most else [0]

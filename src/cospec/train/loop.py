@@ -16,6 +16,7 @@ from cospec.records import Document, StepStats
 from cospec.rl.grpo import policy_loss
 from cospec.rl.tasks import Task, make_task
 from cospec.train.evaluate import Evaluator
+from cospec.train.faults import doing
 from cospec.train.metrics import MetricsLog, step_row
 from cospec.train.optim import Optimizer
 from cospec.train.report import write_report
@@ -61,12 +62,15 @@ def run_rl(config: RunConfig) -> None:
             saves.save(RUN, 0, learner, static_draft)
         params, group, steps = sampling(config, task), rl.samples_per_prompt, config.train.steps
         for step in range(first_step, steps):
+            doing(f"rollouts of step {step}")
             started = time.perf_counter()
             first = step * rl.prompts_per_step
             prompts = [task.train_prompt(first + i) for i in range(rl.prompts_per_step) for _ in range(group)]
             scored = roll_out(engine, task, prompts, params, mesh, first_sample=first * group, serving=serving)
             row = rollout_row(scored, time.perf_counter() - started)
+            doing(f"training step {step}")
             stats = rl_updates(learner, to_documents(scored, config), step)
+            doing(f"the refit after step {step}")
             begun = time.perf_counter()
             refit(engine, learner, version=step + 1)
             log.step(step, row | step_row(stats) | {"refit_s": time.perf_counter() - begun})
@@ -116,6 +120,7 @@ def warm_start(learner: Learner, task: Task, log: MetricsLog, saves: Checkpoints
     if first_step is not None:
         log.note(f"warm start: {warm.policy_steps} supervised policy steps")
         for step in range(first_step, warm.policy_steps):
+            doing(f"step {step} of the policy's warm start")
             documents = task.demonstrations(step * warm.batch_documents, warm.batch_documents)
             stats = cotrain_step(pupil, documents, step=step)
             log.phase(WARM_POLICY, step, warm.policy_steps, policy_loss=stats.policy_loss)
@@ -128,6 +133,7 @@ def warm_start(learner: Learner, task: Task, log: MetricsLog, saves: Checkpoints
     if first_step is not None:
         log.note(f"warm start: {warm.draft_steps} draft steps on the frozen policy's features")
         for step in range(first_step, warm.draft_steps):
+            doing(f"step {step} of the draft's warm start")
             documents = task.demonstrations(step * warm.draft_batch_documents, warm.draft_batch_documents)
             stats = cotrain_step(pupil, documents, step=step, train_policy=False)
             length = stats.draft_simulated_acceptance_length
@@ -146,6 +152,7 @@ def run_sft(config: RunConfig) -> None:
     ):
         steps = config.train.steps
         for step in range(saves.enter(RUN, learner) or 0, steps):
+            doing(f"training step {step}")
             batch = _read_batch(stream, step, learner)
             stats = cotrain_step(learner, batch, step=step, draft_share=config.draft.share)
             log.step(step, step_row(stats))

@@ -23,6 +23,7 @@ from cospec.titan import policy_config
 from cospec.train import checkpoint
 from cospec.train.checkpoint import CheckpointError
 from cospec.train.draft_side import DraftSide
+from cospec.train.faults import doing
 from cospec.train.metrics import CHECKPOINTS
 from cospec.train.state import Part
 from cospec.train.step import Learner
@@ -74,6 +75,7 @@ class Checkpoints:
         saved, ours = self.phases.index(self.found["phase"]), self.phases.index(phase)
         if saved != ours:
             return None if saved > ours else 0
+        doing(f"loading {self.path}")
         progress = checkpoint.load(
             self.path, _parts(learner, static_draft), definition=self.definition, check_files=False
         )
@@ -94,6 +96,7 @@ class Checkpoints:
         """Save now, unless checkpoints are off."""
         if not self.config.every:
             return
+        doing(f"the checkpoint after {self.steps_done} steps")
         checkpoint.save(
             self.folder,
             self.steps_done,

@@ -15,14 +15,18 @@ from cospec.channel.plan import plan_taps
 from cospec.config import RunConfig, require
 from cospec.draft.attach import attach_draft
 from cospec.export.eagle3 import load_draft
+from cospec.features.store import StoreError
 from cospec.features.vocab import load_vocab
 from cospec.mesh import Mesh, build_mesh, choose_dtype, close_mesh
 from cospec.policy.build import build_policy
 from cospec.policy.pipeline import PipelineRunner
 from cospec.policy.runner import Runner, SequentialRunner
 from cospec.policy.schedule import action_order, stage_ranks
+from cospec.rollout.engine import EngineError
 from cospec.titan import stage_layers
+from cospec.train.checkpoint import CheckpointError
 from cospec.train.draft_side import DraftSide, shell
+from cospec.train.faults import watched
 from cospec.train.metrics import MetricsLog, check_run_folder
 from cospec.train.optim import Optimizer
 from cospec.train.resume import Checkpoints
@@ -31,12 +35,16 @@ from cospec.train.step import Learner
 
 @contextmanager
 def open_mesh(config: RunConfig) -> Iterator[Mesh]:
-    """The mesh of the run, left together at the end; seeds and determinism are set."""
+    """The mesh of the run, left together at the end; seeds and determinism are set.
+
+    Raises RankFault where a rank fails or falls silent, see train.faults.
+    """
     mesh = build_mesh(config.mesh, device=config.train.device, timeout_s=config.train.comm_timeout_s)
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    yield mesh
+    with watched(config, mesh, passed=(CheckpointError, StoreError, EngineError)):
+        yield mesh
     # Not in a finally: after an error on one rank the others may never reach the barrier.
     close_mesh(mesh)
 

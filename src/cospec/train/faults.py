@@ -1,0 +1,200 @@
+"""How a run of many ranks ends when one of them dies: together, and with one message.
+
+Every rank leaves in the job's store what it is doing. A rank that fails, loses a peer or is
+told to end (SIGTERM, torchrun's way once a worker is gone) adds how it ended. The first of
+them waits a moment for the others and says the one message: which rank it was that failed or
+fell silent, what it was doing, and how to resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from cospec.config import ConfigError, RunConfig
+from cospec.mesh import Mesh
+from cospec.train.metrics import CHECKPOINTS
+
+DOING, ENDED, SPEAKER = "cospec/doing", "cospec/ended", "cospec/speaker"
+GRACE_S = 3.0
+"""How long the others may take to say how they ended, before they count as gone."""
+STORE_S = 5.0
+_LOST_PEER = re.compile(r"connection|timed? ?out|reset by peer|broken pipe|\bgloo\b|\bnccl\b", re.IGNORECASE)
+
+
+class RankFault(RuntimeError):
+    """The run ends because of a rank.
+
+    message: on the rank that speaks for all, None on the others.
+    own: the failure is this rank's own, not the loss of another.
+    """
+
+    def __init__(self, message: str | None, *, own: bool = False):
+        super().__init__(message or "the run ends: another rank says why")
+        self.message, self.own = message, own
+
+
+def doing(what: str) -> None:
+    """Note what this rank does from now on, for the case that it is the last that is heard of it."""
+    if dist.is_initialized():
+        with suppress(Exception):
+            _get_default_store().set(f"{DOING}/{dist.get_rank()}", what)
+
+
+@contextmanager
+def watched(config: RunConfig, mesh: Mesh, passed: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Around a run: errors end in a RankFault, but those of kinds `passed`, which all ranks raise together."""
+    if mesh.world_size == 1:
+        yield
+        return
+    watch = _Watch(config, mesh)
+    with watch.until_sigterm():
+        try:
+            yield
+        except Exception as error:
+            text = _innermost(error)
+            lost_peer = _LOST_PEER.search(text) is not None
+            if isinstance(error, ConfigError) or (isinstance(error, passed) and not lost_peer):
+                raise
+            raise RankFault(watch.end(text, lost_peer=lost_peer), own=not lost_peer) from error
+
+
+class _Watch:
+    def __init__(self, config: RunConfig, mesh: Mesh):
+        self.config, self.rank, self.size = config, mesh.world_rank, mesh.world_size
+        # A connection of its own: the main thread may hold the other one in a call that waits.
+        self.store = _get_default_store().clone()
+        with suppress(Exception):
+            self.store.set_timeout(timedelta(seconds=STORE_S))
+        where = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, cp {mesh.cp_rank}; pid {os.getpid()} on {socket.gethostname()}"
+        self.store.set(f"cospec/where/{self.rank}", where)
+        self._lock = threading.Lock()
+        self._ending = False
+
+    def end(self, text: str, *, lost_peer: bool, told: bool = False) -> str | None:
+        """Say how this rank ends; returns the message for all where this rank is the one to say it."""
+        with self._lock:
+            if self._ending:
+                return None
+            self._ending = True
+        with suppress(Exception):
+            self.store.set(f"{ENDED}/{self.rank}", json.dumps({"text": text, "lost_peer": lost_peer, "told": told}))
+            if self.store.compare_set(SPEAKER, "", str(self.rank)).decode() != str(self.rank):
+                return None
+        return self._message(text, self._ends())
+
+    def _ends(self) -> dict[int, dict[str, Any]]:
+        ends: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + GRACE_S
+        with suppress(Exception):
+            while len(ends) < self.size and time.monotonic() < deadline:
+                for rank in range(self.size):
+                    if rank not in ends and self.store.check([f"{ENDED}/{rank}"]):
+                        ends[rank] = json.loads(self.store.get(f"{ENDED}/{rank}"))
+                time.sleep(0.05)
+        return ends
+
+    def _message(self, own: str, ends: dict[int, dict[str, Any]]) -> str:
+        failed = [rank for rank in sorted(ends) if not ends[rank]["lost_peer"]]
+        silent = [rank for rank in range(self.size) if rank not in ends]
+        if failed:
+            what = "; ".join(f"{self._name(r)} failed in {self._doing(r)}: {ends[r]['text']}" for r in failed[:2])
+        elif not ends:
+            what = f"{self._name(self.rank)} lost its peers, and the job's store with them: {own}"
+        elif silent:
+            names = "; ".join(
+                f"{self._name(r)} is gone or does not answer, last seen in {self._doing(r)}" for r in silent
+            )
+            what = f"{names}. {self._name(self.rank)} ended in {self._doing(self.rank)}: {own}"
+        elif all(end["told"] for end in ends.values()):
+            what = f"told to end (SIGTERM) in {self._doing(self.rank)}"
+        else:
+            first = next(r for r in sorted(ends) if not ends[r]["told"])
+            what = f"{self._name(first)} lost a peer in {self._doing(first)}: {ends[first]['text']}"
+        return f"{what}. {resume_hint(self.config)}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._read(f'cospec/where/{rank}') or 'unknown'})"
+
+    def _doing(self, rank: int) -> str:
+        return self._read(f"{DOING}/{rank}") or "its start"
+
+    def _read(self, key: str) -> str | None:
+        with suppress(Exception):
+            if self.store.check([key]):
+                return self.store.get(key).decode()
+        return None
+
+    @contextmanager
+    def until_sigterm(self) -> Iterator[None]:
+        """On SIGTERM a thread says the message and ends the process: the main thread may wait for a dead peer."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        # The interpreter writes the signal's number into the pipe at once, whatever Python is at.
+        previous, wakeup = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(writer)
+        thread = threading.Thread(target=self._on_signals, args=(reader,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+            os.write(writer, b"\0")
+            thread.join(STORE_S)
+            os.close(writer)
+            os.close(reader)
+
+    def _on_signals(self, reader: int) -> None:
+        while True:
+            numbers = os.read(reader, 1)
+            if not numbers or numbers == b"\0":
+                return
+            if numbers[0] == signal.SIGTERM and not self._ending:
+                leave(RankFault(self.end("told to end by SIGTERM", lost_peer=True, told=True)))
+
+
+def leave(fault: RankFault) -> None:
+    """Say the message and end the process at once: process groups whose peers are gone may hang or abort at exit."""
+    if fault.own and fault.__cause__ is not None:
+        traceback.print_exception(fault.__cause__)
+    if fault.message is not None:
+        print(f"error: {fault.message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def resume_hint(config: RunConfig) -> str:
+    """How the run can go on from what is on disk."""
+    restart, most = (int(os.environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("RESTART_COUNT", "MAX_RESTARTS"))
+    checkpoints = sorted((Path(config.output_dir) / CHECKPOINTS).glob("step-*"))
+    if not checkpoints and not config.checkpoint.every:
+        return "No checkpoint was kept (checkpoint.every is 0): the run must start anew"
+    whence = f"from {checkpoints[-1]}" if checkpoints else "from the beginning, for there is no checkpoint yet"
+    if config.checkpoint.resume and restart < most:
+        return f"torchrun starts it again (restart {restart + 1} of {most}), it goes on {whence}"
+    return f"To resume, run the same command with --checkpoint.resume: it goes on {whence}"
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None and not str(error):
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
