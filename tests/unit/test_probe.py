@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cospec.records import SamplingParams
-from cospec.rollout.probe import LEAST_P, chi_square, rank_uniforms
+from cospec.rollout.probe import LEAST_P, ProbeResult, chi_square, rank_uniforms
 from cospec.rollout.sampling import distribution
 from cospec.rollout.vllm_worker import expand_batch_to_tokens, expands_rightly
 
@@ -40,6 +40,12 @@ def test_a_sound_sampler_passes_and_a_biased_one_does_not(params):
 def test_tokens_that_a_filter_forbids_are_counted():
     _, forbidden = rank_uniforms(*draw(PLAIN), FILTERED)
     assert forbidden > 10
+
+
+def test_what_counts_as_lossless():
+    assert ProbeResult(1000, 0.3, 0.5, 1e-6).lossless
+    assert not ProbeResult(1000, 1e-9, 40.0, 1e-6).lossless
+    assert not ProbeResult(1000, 0.3, 0.5, 0.4).lossless  # verified on another distribution than recorded
 
 
 def test_filters_need_their_log_probabilities():

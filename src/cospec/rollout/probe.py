@@ -20,6 +20,10 @@ LEAST_P = 1e-6
 """Below this p-value an engine is called biased: a sound one is refused once in a million starts."""
 
 
+LARGEST_GAP = 0.05
+"""Mean difference of log-probabilities: rounding of bfloat16 stays below it, wrong caches do not."""
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """tokens: how many were tested. p_value, z: of the worst histogram, see `chi_square`. logp_gap: mean
@@ -32,7 +36,7 @@ class ProbeResult:
 
     @property
     def lossless(self) -> bool:
-        return self.p_value >= LEAST_P
+        return self.p_value >= LEAST_P and self.logp_gap <= LARGEST_GAP
 
 
 def rank_uniforms(top_logp_TM: Tensor, rank_T: Tensor, u_T: Tensor, params: SamplingParams) -> tuple[Tensor, int]:
