@@ -175,7 +175,7 @@ class PackedLayout:
         return torch.where(real, starts[document] + position, -1)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _local_index(layout: PackedLayout, rank: int) -> Tensor:
     if layout.cp_size == 1:
         return torch.arange(layout.num_rows)

@@ -109,7 +109,7 @@ def _check(layout: PackedLayout, extent: int) -> None:
         raise ValueError(f"extent={extent} must be >= 0 (shifts look ahead)")
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _targets(layout: PackedLayout, rank: int, by: int) -> Tensor:
     """int64 [T_local]: padded global row of the token `by` later, -1 where there is none."""
     rows, position, document = layout.local_index(rank), layout.positions(rank), layout.document(rank)
@@ -117,7 +117,7 @@ def _targets(layout: PackedLayout, rank: int, by: int) -> Tensor:
     return torch.where((document >= 0) & (position + by < length), rows + by, -1)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _owner_and_row(layout: PackedLayout) -> tuple[Tensor, Tensor]:
     """int64 [num_rows] each: the rank that owns a padded global row, and its local row there."""
     owner = torch.empty(layout.num_rows, dtype=torch.int64)
@@ -129,7 +129,7 @@ def _owner_and_row(layout: PackedLayout) -> tuple[Tensor, Tensor]:
     return owner, row
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _halo_rows(layout: PackedLayout, rank: int, extent: int) -> Tensor:
     """int64 [halo]: padded global rows that `rank` receives, by owner and then by row."""
     wanted = torch.cat([_targets(layout, rank, by) for by in range(1, extent + 1)]).unique()
@@ -139,7 +139,7 @@ def _halo_rows(layout: PackedLayout, rank: int, extent: int) -> Tensor:
     return wanted[torch.argsort(owner[wanted], stable=True)]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _exchange(layout: PackedLayout, rank: int, extent: int) -> _Exchange:
     owner, row = _owner_and_row(layout)
     counts = torch.bincount(owner[_halo_rows(layout, rank, extent)], minlength=layout.cp_size)
@@ -150,7 +150,7 @@ def _exchange(layout: PackedLayout, rank: int, extent: int) -> _Exchange:
     return _Exchange(torch.cat(send), [len(rows) for rows in send], counts.tolist())
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _halo_index(layout: PackedLayout, rank: int, by: int, extent: int) -> Tensor:
     target = _targets(layout, rank, by)
     place = torch.full((layout.num_rows,), -1, dtype=torch.int64)
