@@ -78,7 +78,8 @@ class _Watch:
     def __init__(self, config: RunConfig, mesh: Mesh):
         self.config, self.rank, self.size = config, mesh.world_rank, mesh.world_size
         # A connection of its own: the main thread may hold the other one in a call that waits.
-        self.store = _get_default_store().clone()
+        store: Any = _get_default_store()
+        self.store = store.clone()
         with suppress(Exception):
             self.store.set_timeout(timedelta(seconds=STORE_S))
         where = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, cp {mesh.cp_rank}; pid {os.getpid()} on {socket.gethostname()}"

@@ -1,0 +1,73 @@
+"""A refit takes the memory of one tensor at a time on ranks without an engine."""
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from cospec.config import MeshConfig
+from cospec.policy.stream import WeightStream
+from support import topology
+
+MIB = 1 << 20
+SIZES = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "head_dim": 64}
+
+
+def rss(kind):
+    return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024
+
+
+def peak_of(work):
+    """Bytes that `work` takes at most beyond what is held before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = rss("VmRSS")
+    work()
+    return rss("VmHWM") - before
+
+
+def measure(rank, run, serving):
+    learner = topology.make(run)
+    streams = [learner.runner.parts, learner.draft.parts]
+    for _ in WeightStream(streams[1], learner.mesh, serving).items():
+        pass  # what gloo itself takes once
+    sizes = []
+
+    def refit():
+        for modules in streams:
+            sizes.extend(value.nbytes for _, value in WeightStream(modules, learner.mesh, serving).items())
+
+    return peak_of(refit), peak_of(lambda: learner.runner.full_state()), sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MeshConfig(pp=2, dp=2), MeshConfig(dp=2, cp=2)], ids=["pp2-dp2", "dp2-cp2"])
+def test_one_tensor_at_a_time(ranks, mesh):
+    run = topology.config(mesh, **SIZES)
+    results = ranks.run(4, measure, run, (0,), timeout_s=300)
+    _, whole, sizes = results[0]
+    assert sum(sizes) > 150 * MIB  # else the bound says nothing
+    assert whole > 120 * MIB  # and the measure sees a whole state
+    for rank, (peak, _, read) in enumerate(results):
+        print(f"rank {rank}: {peak / MIB:.0f} MiB; a whole state {results[rank][1] / MIB:.0f} MiB")
+        assert peak <= max(sizes) + 64 * MIB, f"rank {rank}"
+        assert bool(read) == (rank == 0)
+
+
+def collect(rank, run, serving):
+    learner = topology.make(run)
+    stream = WeightStream(learner.runner.parts, learner.mesh, serving)
+    read = {name: value.clone() for name, value in stream.items()}
+    whole = learner.runner.full_state()
+    assert stream.shapes == {name: value.shape for name, value in whole.items()}
+    assert all(torch.equal(value, whole[name]) for name, value in read.items())
+    return len(read) / len(whole)
+
+
+@pytest.mark.parametrize("mesh, world", [(MeshConfig(pp=2, dp=2), 4), (MeshConfig(dp=2), 2)])
+@pytest.mark.parametrize("serving", [None, (1,)])
+def test_who_wants_the_weights_gets_all_of_them(ranks, mesh, world, serving):
+    got = ranks.run(world, collect, topology.config(mesh), serving)
+    assert got == [float(serving is None or rank in serving) for rank in range(world)]
