@@ -91,12 +91,13 @@ def one_process():
 @pytest.mark.parametrize(
     "mesh, cp_mode, steps",
     [
+        (MeshConfig(dp=2), "ring", STEPS),
         (MeshConfig(cp=2), "ring", STEPS),
         (MeshConfig(cp=4), "ring", STEPS),
         (MeshConfig(cp=2), "gather", LONELY + 1),
         (MeshConfig(dp=2, cp=2), "ring", STEPS),
     ],
-    ids=["cp2", "cp4", "cp2-gather", "dp2-cp2"],
+    ids=["dp2", "cp2", "cp4", "cp2-gather", "dp2-cp2"],
 )
 def test_steps_equal_one_process(ranks, one_process, mesh, cp_mode, steps):
     """Known failures 7, 12, 14, 15, 16: policy and draft loss, both norms, acceptance; one step has idle ranks."""
