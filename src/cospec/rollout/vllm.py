@@ -270,8 +270,8 @@ class VLLMEngine:
         if not result.lossless:
             raise EngineError(
                 f"vLLM {self._vllm.__version__} samples from a wrong distribution: chi-square z = {result.z:.1f}, "
-                f"p = {result.p_value:.1e} over {result.tokens} tokens, mean log-probability error {result.logp_gap:.0e}. "
-                "RL on it would be biased without a sign. See docs/vllm.md, or roll out with the native engine."
+                f"p = {result.p_value:.0e} over {result.tokens} tokens; log-probabilities off by "
+                f"{result.logp_gap:.0e}. RL on it would be biased: see docs/vllm.md, or use the native engine"
             )
         return result
 
