@@ -14,7 +14,7 @@ ensure_venv() {
     fi
     echo "installing into .venv (once; some minutes)"
     install_torch
-    .venv/bin/pip install -q -c constraints-cpu.txt -e '.[rl,dev]'
+    .venv/bin/pip install -qq -c constraints-cpu.txt -e '.[rl,dev]'
     echo "$wanted" >"$stamp"
 }
 
@@ -27,9 +27,9 @@ install_torch() {
     fi
     # The CPU build has a version of its own; not every package index carries it.
     if [[ $(uname -s) == Linux ]] && ! nvidia-smi -L >/dev/null 2>&1; then
-        .venv/bin/pip install -q "torch==$version+cpu" 2>/dev/null && return
+        .venv/bin/pip install -qq "torch==$version+cpu" 2>/dev/null && return
     fi
-    .venv/bin/pip install -q "torch==$version"
+    .venv/bin/pip install -qq "torch==$version"
 }
 
 ensure_venv
