@@ -12,7 +12,7 @@ ensure_venv() {
     if [[ ! -x .venv/bin/python ]]; then
         "${PYTHON:-python3}" -m venv .venv
     fi
-    echo "installing into .venv (once; some minutes)"
+    echo "installing into .venv (once; about 2 minutes, 3 GB)"
     install_torch
     .venv/bin/pip install -qq -c constraints-cpu.txt -e '.[rl,dev]'
     echo "$wanted" >"$stamp"

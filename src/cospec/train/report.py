@@ -34,7 +34,7 @@ _COLUMNS = {
 def write_report(
     folder: str | Path, *, rows: Sequence[Row], evaluations: Sequence[Row], speed: Sequence[Row] = ()
 ) -> str:
-    """Write report.md, reward.png, acceptance.png and seconds.png; returns the text of report.md.
+    """Write report.md, reward.png, acceptance.png and seconds.png; returns the tables for the console.
 
     Args:
         rows: of metrics.jsonl, in order of steps.
@@ -51,7 +51,7 @@ def write_report(
     if _has(rows, "rollout_acceptance_length") or _has(evaluations, "acceptance_length_cotrained"):
         plots.append(("Acceptance length", _plot_acceptance(folder, rows, evaluations)))
     if any(_has(rows, field) for field, _, _ in _PARTS):
-        plots.append(("Seconds of a step", _plot_seconds(folder, rows)))
+        plots.append(("Seconds, step by step", _plot_seconds(folder, rows)))
 
     sections = ["# Report"]
     if evaluations:
@@ -60,10 +60,9 @@ def write_report(
         sections.append("## Wall clock of rollouts\n\n" + markdown_table(speed))
     if rows:
         sections.append("## Seconds of a step\n\n" + markdown_table(_seconds_table(rows)))
-    sections += [f"## {title}\n\n![{title}]({name})" for title, name in plots]
-    text = "\n\n".join(sections) + "\n"
-    (folder / "report.md").write_text(text)
-    return text
+    pictures = [f"## {title}\n\n![{title}]({name})" for title, name in plots]
+    (folder / "report.md").write_text("\n\n".join(sections + pictures) + "\n")
+    return "\n\n".join([*sections, f"report and plots: {folder / 'report.md'}"]) + "\n"
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

@@ -145,6 +145,7 @@ def cotrain_step(
         return loss + 0.0 * hidden_TD.sum()
 
     with_taps = [row.trains_draft for row in rows]
+    # For each row: policy forward, on_taps, on_hidden, policy backward.
     runner.run([row.batch for row in rows], with_taps, on_hidden, on_taps, backward=train_policy)
 
     # 4. and 5. Norms, clips, updates: each its own.
