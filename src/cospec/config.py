@@ -6,6 +6,7 @@ Recipes return a `RunConfig`; command-line flags override single fields
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -369,6 +370,8 @@ class RunConfig:
 def check(config: RunConfig) -> None:
     """Raise ConfigError for every value that can be seen to be wrong without doing work."""
     c = config
+    require(c.output_dir != "", "output_dir", c.output_dir, "must name a folder")
+    require(-(2**63) <= c.seed < 2**63, "seed", c.seed, "must be a signed integer of 64 bits")
     for axis in ("pp", "dp", "cp"):
         require(getattr(c.mesh, axis) >= 1, f"mesh.{axis}", getattr(c.mesh, axis), "must be >= 1")
     if c.mesh.pp > 1:
@@ -393,12 +396,16 @@ def check(config: RunConfig) -> None:
     )
     _check_engine_ranks(c)
     require(c.rollout.max_new_tokens >= 1, "rollout.max_new_tokens", c.rollout.max_new_tokens, "must be >= 1")
-    require(c.rollout.temperature > 0, "rollout.temperature", c.rollout.temperature, "must be > 0: RL needs samples")
+    temperature, rule = c.rollout.temperature, "must be > 0 and finite: RL needs samples"
+    require(0 < temperature < math.inf, "rollout.temperature", temperature, rule)
     require(c.rollout.top_k >= 0, "rollout.top_k", c.rollout.top_k, "must be >= 0 (0 = off)")
     require(0 < c.rollout.top_p <= 1, "rollout.top_p", c.rollout.top_p, "must be in (0, 1] (1 = off)")
     for name in ("prompts_per_step", "updates_per_batch"):
         require(getattr(c.rl, name) >= 1, f"rl.{name}", getattr(c.rl, name), "must be >= 1")
     require(c.rl.samples_per_prompt >= 2, "rl.samples_per_prompt", c.rl.samples_per_prompt, "must be >= 2: a group")
+    require(c.rl.importance_cap > 0, "rl.importance_cap", c.rl.importance_cap, "must be > 0: 0 would undo every loss")
+    for name in ("clip_low", "clip_high", "kl_coef", "length_penalty"):
+        require(0 <= getattr(c.rl, name) < math.inf, f"rl.{name}", getattr(c.rl, name), "must be >= 0 and finite")
     for name in ("steps", "batch_documents", "row_tokens", "logit_chunk"):
         require(getattr(c.train, name) >= 1, f"train.{name}", getattr(c.train, name), "must be >= 1")
     require(c.train.comm_timeout_s > 0, "train.comm_timeout_s", c.train.comm_timeout_s, "must be > 0 seconds")
@@ -415,15 +422,24 @@ def check(config: RunConfig) -> None:
     require(c.checkpoint.every >= 0, "checkpoint.every", c.checkpoint.every, "must be >= 0 (0 = never)")
     require(c.checkpoint.keep >= 1, "checkpoint.keep", c.checkpoint.keep, "must be >= 1")
     require(c.data.synthetic_documents >= 1, "data.synthetic_documents", c.data.synthetic_documents, "must be >= 1")
-    for name in ("policy_optim", "draft_optim"):
-        optim = getattr(c, name)
-        require(optim.lr >= 0, f"{name}.lr", optim.lr, "must be >= 0")
-        require(
-            optim.clip_norm > 0, f"{name}.clip_norm", optim.clip_norm, "must be > 0 (a large number switches it off)"
-        )
-        require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
-        for field_name in ("warmup_steps", "decay_steps"):
-            require(getattr(optim, field_name) >= 0, f"{name}.{field_name}", getattr(optim, field_name), "must be >= 0")
+    for name, optim in (
+        ("policy_optim", c.policy_optim),
+        ("draft_optim", c.draft_optim),
+        ("warm_start.policy_optim", c.warm_start.policy_optim),
+        ("warm_start.draft_optim", c.warm_start.draft_optim),
+    ):
+        _check_optim(name, optim)
+
+
+def _check_optim(name: str, optim: OptimConfig) -> None:
+    for field_name in ("lr", "muon_lr", "weight_decay", "min_lr_ratio"):
+        value = getattr(optim, field_name)
+        require(0 <= value < math.inf, f"{name}.{field_name}", value, "must be >= 0 and finite")
+    require(0 < optim.eps < math.inf, f"{name}.eps", optim.eps, "must be > 0 and finite: a gradient may be 0")
+    require(optim.clip_norm > 0, f"{name}.clip_norm", optim.clip_norm, "must be > 0 (a large number switches it off)")
+    require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
+    for field_name in ("warmup_steps", "decay_steps"):
+        require(getattr(optim, field_name) >= 0, f"{name}.{field_name}", getattr(optim, field_name), "must be >= 0")
 
 
 def _check_engine_ranks(c: RunConfig) -> None:

@@ -52,6 +52,18 @@ SETTINGS = [
     (["--mesh.dp", "0"], r"mesh.dp=0: must be >= 1"),
     (["--checkpoint.keep", "0"], r"checkpoint.keep=0: must be >= 1"),
     (["--policy_optim.lr", "-1"], r"policy_optim.lr=-1.0: must be >= 0"),
+    (["--policy_optim.eps", "0"], r"policy_optim.eps=0.0: must be > 0"),
+    (["--policy_optim.weight_decay", "-1"], r"policy_optim.weight_decay=-1.0: must be >= 0"),
+    (["--draft_optim.muon_lr", "-1"], r"draft_optim.muon_lr=-1.0: must be >= 0"),
+    (["--warm_start.policy_optim.lr", "-1"], r"warm_start.policy_optim.lr=-1.0: must be >= 0"),
+    (["--warm_start.draft_optim.clip_norm", "0"], r"warm_start.draft_optim.clip_norm=0.0: must be > 0"),
+    (["--rl.importance_cap", "0"], r"rl.importance_cap=0.0: must be > 0"),
+    (["--rl.clip_low", "-3"], r"rl.clip_low=-3.0: must be >= 0"),
+    (["--rollout.temperature", "inf"], r"rollout.temperature=inf: must be > 0 and finite"),
+    (["--seed", "99999999999999999999"], r"seed=99999999999999999999: must be a signed integer of 64 bits"),
+    (["--output_dir", ""], r"output_dir='': must name a folder"),
+    (["--eval.prompts", "1000000000"], r"eval.prompts=1000000000: must be 1\.\.\d+, the held-out prompts"),
+    (["--attention.kernel", "cuda_flash"], r"attention.kernel='cuda_flash': .*cannot run torch.float32"),
     (["--draft.init", "/nowhere"], r"/nowhere.*must hold config.json"),
 ]
 

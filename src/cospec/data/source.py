@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,18 +47,17 @@ def make_document(fields: dict, name: str, tokenize: Tokenize | None = None, max
             supervises no token (the first cannot be: nobody predicts it).
     """
     if fields.get("input_ids") is not None:
-        ids = fields["input_ids"]
+        ids = _values(fields["input_ids"], "input_ids", name)
     elif fields.get("text") is not None:
         if tokenize is None:
             raise ValueError(f"{name}: has `text` but no tokenizer was given")
-        ids = tokenize(fields["text"])
+        ids = _values(tokenize(fields["text"]), "the tokens of `text`", name)
     else:
         raise ValueError(f"{name}: needs `input_ids` or `text`, has {sorted(fields)}")
-    ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{name}: input_ids must be a non-empty list of integers >= 0")
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**63 for i in ids):
+        raise ValueError(f"{name}: input_ids must be a non-empty list of integers in 0..2**63-1")
     mask = fields.get("loss_mask")
-    mask = [1] * len(ids) if mask is None else list(mask)
+    mask = [1] * len(ids) if mask is None else _values(mask, "loss_mask", name)
     if len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise ValueError(f"{name}: loss_mask must hold {len(ids)} values 0 or 1, one per token")
     if max_tokens is not None and max_tokens < 2:
@@ -69,6 +68,15 @@ def make_document(fields: dict, name: str, tokenize: Tokenize | None = None, max
         cut = "" if max_tokens is None else f" in its first {max_tokens} tokens"
         raise ValueError(f"{name}: loss_mask supervises no token{cut}; remove the sample or mend its mask")
     return Document(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool))
+
+
+def _values(value: object, field: str, name: str) -> list:
+    """`value` as a list. Raises ValueError for what has no elements, as a single number."""
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return value.tolist()
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name}: {field} must be a list, is a {type(value).__name__}")
+    return list(value)
 
 
 def read_jsonl(path: str | Path, *, tokenize: Tokenize | None = None, max_tokens: int | None = None) -> LazyDocuments:

@@ -43,6 +43,7 @@ def run_rl(config: RunConfig) -> None:
     config = replace(config, policy=replace(config.policy, vocab_size=task.tokenizer.vocab_size))
     longest = _check_lengths(config, task)
     check_engine(config)
+    task.eval_prompts(config.eval.prompts)  # raises before the warm start, not after it
     rl = config.rl
     data = {"task": rl.task, "prompts_per_step": rl.prompts_per_step, "samples_per_prompt": rl.samples_per_prompt}
     phases = (WARM_POLICY, WARM_DRAFT, RUN)

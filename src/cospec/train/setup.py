@@ -12,12 +12,13 @@ import torch
 
 from cospec.channel.pipeline import PipelineChannel
 from cospec.channel.plan import plan_taps
-from cospec.config import RunConfig, require
+from cospec.config import ConfigError, RunConfig, require
 from cospec.draft.attach import attach_draft
 from cospec.export.eagle3 import load_draft
 from cospec.features.store import StoreError
 from cospec.features.vocab import load_vocab
 from cospec.mesh import Mesh, build_mesh, choose_dtype, close_mesh
+from cospec.ops.kernels import choose_kernel
 from cospec.policy.build import build_policy
 from cospec.policy.pipeline import PipelineRunner
 from cospec.policy.runner import Runner, SequentialRunner
@@ -52,6 +53,10 @@ def open_mesh(config: RunConfig) -> Iterator[Mesh]:
 def build_learner(config: RunConfig, mesh: Mesh, *, total_steps: int | None = None) -> Learner:
     """Policy, draft (unless draft.enabled is off), runner and optimizers."""
     dtype = choose_dtype(config.train.dtype, mesh.device)
+    try:
+        choose_kernel(mesh.device, dtype, config.attention.kernel)
+    except ValueError as error:
+        raise ConfigError("attention.kernel", config.attention.kernel, str(error)) from error
     steps = config.train.steps if total_steps is None else total_steps
     stages = build_stages(config, mesh, dtype)
     some_part = next(iter(stages.values()))
