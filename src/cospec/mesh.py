@@ -107,22 +107,6 @@ class Mesh:
             dist.all_reduce(total, group=self.group("pp"))
         return total
 
-    def union_over_pp(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The CPU tensors of all pp ranks together, on every rank. A collective call along pp."""
-        group = self.group("pp")
-        if group is None:
-            return state
-        headers: list = [None] * self.pp_size
-        dist.all_gather_object(headers, [(k, v.shape, v.dtype) for k, v in state.items()], group=group)
-        union: dict[str, torch.Tensor] = {}
-        for rank, header in enumerate(headers):
-            for name, shape, dtype in header:
-                value = state[name] if rank == self.pp_rank else torch.empty(shape, dtype=dtype)
-                value = value.to(self.device).contiguous()
-                dist.broadcast(value, src=dist.get_global_rank(group, rank), group=group)
-                union[name] = value.cpu()
-        return union
-
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of float64 values over dp x cp; returns a new tensor, on every rank the same."""
         total = values.detach().to(torch.float64)

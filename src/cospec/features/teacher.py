@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from cospec import hf
 from cospec.config import ConfigError, PolicyConfig, RopeConfig, require
 from cospec.features.source import FeatureInfo, tokenizer_hash
 from cospec.features.store import POLICY, write_tensors
 from cospec.mesh import Mesh
+from cospec.policy.stream import WeightStream
 
 _NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
@@ -83,17 +83,12 @@ def read_stored_ends(folder: str | Path, info: FeatureInfo) -> PolicyEnds:
 def gather_ends(parts: Sequence[nn.Module], mesh: Mesh, config: PolicyConfig) -> PolicyEnds:
     """The ends of a policy that is in memory, sharded and staged as it may be. Collective."""
     wanted = ("tok_embeddings.weight", "norm.weight", "lm_head.weight")
-    local = {n: _whole(p) for part in parts for n, p in part.named_parameters() if n in wanted}
-    state = mesh.union_over_pp(local)
+    local = {n: p for part in parts for n, p in part.named_parameters() if n in wanted}
+    state = {n: whole.cpu() for n, whole in WeightStream(local, mesh).items()}
     head = state.get("lm_head.weight", state.get("tok_embeddings.weight"))
     embed = state.get("tok_embeddings.weight", head)
     assert embed is not None and head is not None  # noqa: PT018
     return PolicyEnds(config, embed, state["norm.weight"], embed if config.tie_word_embeddings else head)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach().cpu()
 
 
 def save_ends(folder: str | Path, ends: PolicyEnds) -> None:

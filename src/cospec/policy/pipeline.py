@@ -23,9 +23,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from cospec.config import AttentionConfig, PipelineConfig
 from cospec.mesh import Mesh, report_fault, reported_fault
-from cospec.policy.build import full_state, head_weight
+from cospec.policy.build import head_weight
 from cospec.policy.runner import OnHidden, OnTaps, make_context
 from cospec.policy.schedule import Action, Order, action_order, make_schedule, run_schedule, stage_ranks
+from cospec.policy.stream import WeightStream
 from cospec.policy.taps import TapRecorder
 from cospec.records import EMBEDDINGS, Batch, PipelineError, Taps
 
@@ -114,10 +115,7 @@ class PipelineRunner:
         return head_weight(self.modules[len(self.ranks) - 1])
 
     def full_state(self) -> dict[str, Tensor]:
-        own: dict[str, Tensor] = {}
-        for module in self.parts:
-            own |= full_state(module)
-        return self.mesh.union_over_pp(own)
+        return WeightStream(self.parts, self.mesh).collect()
 
     def run(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,24 @@ class WeightStream:
     tensor. Collective: every rank makes the stream and goes through `items` to the end.
 
     Args:
-        modules: those on this rank; on each pp rank other ones, with names of their own.
+        modules: those on this rank, or some of their tensors by name; on each pp rank other
+            ones, with names of their own.
         wanted_by: world ranks that read the tensors; None means every rank.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: Mesh, wanted_by: Collection[int] | None = None):
+    def __init__(
+        self,
+        modules: Sequence[nn.Module] | Mapping[str, Tensor],
+        mesh: Mesh,
+        wanted_by: Collection[int] | None = None,
+    ):
         self.mesh = mesh
         self._own: dict[str, Tensor] = {}
-        for module in modules:
-            self._own |= module.state_dict()
+        if isinstance(modules, Mapping):
+            self._own |= modules
+        else:
+            for module in modules:
+                self._own |= module.state_dict()
         header = [(name, value.shape, value.dtype) for name, value in self._own.items()]
         self._headers: list = [header]
         group = mesh.group("pp")
@@ -60,6 +69,10 @@ class WeightStream:
                 if self._wanted and whole is not None:
                     yield name, whole
                 del whole
+
+    def collect(self) -> dict[str, Tensor]:
+        """All of them at once, as copies on the CPU."""
+        return {name: whole.to("cpu", copy=True) for name, whole in self.items()}
 
     def drain(self) -> None:
         """Take part without reading."""
