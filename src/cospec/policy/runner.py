@@ -125,5 +125,4 @@ class SequentialRunner:
 
 
 def make_context(batch: Batch, mesh: Mesh, attention: AttentionConfig) -> PackedContext:
-    kernel = None if attention.kernel == "auto" else attention.kernel
-    return PackedContext(batch.layout, mesh.cp_group, mode=attention.cp_mode, kernel=kernel)
+    return PackedContext(batch.layout, mesh.cp_group, mode=attention.cp_mode, kernel=attention.kernel)

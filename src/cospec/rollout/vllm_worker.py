@@ -101,11 +101,6 @@ def refit_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         finalize_layerwise_reload(model, worker.vllm_config.speculative_config.draft_model_config)
 
 
-def draft_shares_embeddings(worker: Any) -> bool:
-    runner = worker.model_runner
-    return runner.get_draft_model().model.embed_tokens is runner.get_model().model.embed_tokens
-
-
 def skip_draft(worker: Any, skip: bool) -> None:
     """Leave the draft out of every step; without this it runs (and proposes nothing) at k = 0 too."""
     runner = worker.model_runner

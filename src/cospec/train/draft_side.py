@@ -14,7 +14,7 @@ from cospec.draft.ttt import pairs
 from cospec.mesh import Mesh
 from cospec.ops.losses import draft_loss
 from cospec.ops.shift import with_halo
-from cospec.policy.build import full_state
+from cospec.policy.stream import WeightStream
 from cospec.records import Batch, DraftOutput, Taps
 from cospec.train.optim import Optimizer, clip_, global_norm
 
@@ -44,7 +44,7 @@ class DraftSide:
 
     def full_state(self) -> dict[str, Tensor]:
         """The draft's whole state on the CPU, on every rank. A collective call."""
-        return self.mesh.union_over_pp(full_state(self.model) if self.lives_here else {})
+        return WeightStream(self.parts, self.mesh).collect()
 
     def no_sums(self) -> Tensor:
         """Zeros, to add the sums of rows to."""
@@ -88,7 +88,7 @@ class DraftSide:
             num_passes=num_passes,
             cp_group=group,
             mode=config.attention.cp_mode,
-            kernel=None if config.attention.kernel == "auto" else config.attention.kernel,
+            kernel=config.attention.kernel,
             checkpoint=config.draft.checkpoint_passes,
         )
         result = draft_loss(

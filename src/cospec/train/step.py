@@ -30,6 +30,7 @@ from cospec.ops.losses import token_logprobs
 from cospec.ops.shift import shift
 from cospec.policy.runner import Runner
 from cospec.records import Batch, Document, StepStats, Taps
+from cospec.rl.grpo import sft_loss
 from cospec.train.draft_side import DraftSide, pass_coefficients
 from cospec.train.optim import Optimizer, clip_, global_norm
 
@@ -51,7 +52,7 @@ PolicyLoss = Callable[[LossRows], Tensor]
 
 
 def next_token_loss(rows: LossRows) -> Tensor:
-    return -rows.logp.sum()
+    return sft_loss(rows.logp)
 
 
 @dataclass
