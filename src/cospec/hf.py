@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cospec.config import PolicyConfig, RopeConfig, require
+from cospec.durable import new_folder
 
 INDEX = "model.safetensors.index.json"
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
@@ -216,13 +215,7 @@ def write_folder(
     The folder appears under its name only when it is complete. Raises FileExistsError for a
     folder that has files in it, unless `overwrite`, which replaces the whole folder.
     """
-    folder = Path(folder).absolute()
-    if folder.exists() and any(folder.iterdir()) and not overwrite:
-        raise FileExistsError(f"{folder} is not empty: choose a new folder or pass overwrite=True")
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(folder, overwrite=overwrite) as partial:
         shards: list[list[str]] = [[]]
         size = 0
         for key, tensor in tensors.items():
@@ -242,16 +235,6 @@ def write_folder(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX).write_text(json.dumps(index, indent=2))
         (partial / "config.json").write_text(json.dumps(config, indent=2))
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-            folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old)
-        else:
-            partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _compact(tensor: Tensor) -> Tensor:

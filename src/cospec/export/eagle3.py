@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from cospec.config import ConfigError, Eagle3Config, require
 from cospec.draft.eagle3 import Eagle3Draft, initial_values
 from cospec.draft.vocab import check_vocab
+from cospec.durable import new_folder
 from cospec.export.card import CARD, Card, card_text, commit
 from cospec.export.eagle3_config import Family, config_json, read_config
-from cospec.export.files import Spec, TensorWriter, check_inside, new_folder, open_tensors, read_json, write_json
+from cospec.export.files import Spec, TensorWriter, check_inside, open_tensors, read_json, write_json
 
 LAYER_PREFIX = {"sglang": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cospec.config import ConfigError, require
+from cospec.durable import fsync
 from cospec.features.source import BadSample, FeatureDocument, FeatureInfo, FeatureSource, check_sample, token_key
 from cospec.records import Document
 
@@ -296,9 +297,9 @@ def _atomic(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.chmod(temporary, 0o666 & ~_umask())  # safetensors makes files that only their owner can read
-        _fsync(temporary)
+        fsync(temporary)
         os.replace(temporary, path)
-        _fsync(path.parent)
+        fsync(path.parent)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error}; what was complete before is still there") from error
@@ -311,14 +312,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _describe(info: FeatureInfo, num_shards: int) -> dict[str, Any]:

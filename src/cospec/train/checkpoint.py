@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
+from cospec.durable import fsync
 from cospec.records import FORMAT_VERSION
 from cospec.train.state import Part, Room, collect, model_state, optimizer_room, random_state, set_random_state
-from cospec.train.storage import SafetensorsReader, SafetensorsWriter, file_hash, fsync
+from cospec.train.storage import SafetensorsReader, SafetensorsWriter, file_hash
 
 FORMAT = "cospec-checkpoint"
 MANIFEST = "checkpoint.json"
