@@ -372,14 +372,13 @@ def check(config: RunConfig) -> None:
     c = config
     require(c.output_dir != "", "output_dir", c.output_dir, "must name a folder")
     require(-(2**63) <= c.seed < 2**63, "seed", c.seed, "must be a signed integer of 64 bits")
-    for axis in ("pp", "dp", "cp"):
-        require(getattr(c.mesh, axis) >= 1, f"mesh.{axis}", getattr(c.mesh, axis), "must be >= 1")
+    _at_least(1, "mesh", c.mesh, "pp", "dp", "cp")
     if c.mesh.pp > 1:
         _check_pipeline(c)
     p = c.policy
     if p.hf_path is None and p.flavor is None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-            require(getattr(p, name) >= 1, f"policy.{name}", getattr(p, name), "must be >= 1")
+        _at_least(1, "policy", p, "vocab_size", "hidden_size", "num_hidden_layers")
+        _at_least(1, "policy", p, "num_attention_heads", "num_key_value_heads")
         require(
             p.num_attention_heads % p.num_key_value_heads == 0,
             "policy.num_attention_heads",
@@ -390,38 +389,33 @@ def check(config: RunConfig) -> None:
     require(1 <= d.num_passes <= 8, "draft.num_passes", d.num_passes, "must be 1..8")
     require(0 < d.pass_decay <= 1, "draft.pass_decay", d.pass_decay, "must be in (0, 1]")
     require(0 < d.share <= 1, "draft.share", d.share, "must be in (0, 1]")
-    require(d.loss_chunk >= 1, "draft.loss_chunk", d.loss_chunk, "must be >= 1")
+    _at_least(1, "draft", d, "loss_chunk")
     require(
         0 <= c.rollout.num_draft_tokens <= 16, "rollout.num_draft_tokens", c.rollout.num_draft_tokens, "must be 0..16"
     )
     _check_engine_ranks(c)
-    require(c.rollout.max_new_tokens >= 1, "rollout.max_new_tokens", c.rollout.max_new_tokens, "must be >= 1")
+    _at_least(1, "rollout", c.rollout, "max_new_tokens")
     temperature, rule = c.rollout.temperature, "must be > 0 and finite: RL needs samples"
     require(0 < temperature < math.inf, "rollout.temperature", temperature, rule)
     require(c.rollout.top_k >= 0, "rollout.top_k", c.rollout.top_k, "must be >= 0 (0 = off)")
     require(0 < c.rollout.top_p <= 1, "rollout.top_p", c.rollout.top_p, "must be in (0, 1] (1 = off)")
-    for name in ("prompts_per_step", "updates_per_batch"):
-        require(getattr(c.rl, name) >= 1, f"rl.{name}", getattr(c.rl, name), "must be >= 1")
+    _at_least(1, "rl", c.rl, "prompts_per_step", "updates_per_batch")
     require(c.rl.samples_per_prompt >= 2, "rl.samples_per_prompt", c.rl.samples_per_prompt, "must be >= 2: a group")
     require(c.rl.importance_cap > 0, "rl.importance_cap", c.rl.importance_cap, "must be > 0: 0 would undo every loss")
     for name in ("clip_low", "clip_high", "kl_coef", "length_penalty"):
         require(0 <= getattr(c.rl, name) < math.inf, f"rl.{name}", getattr(c.rl, name), "must be >= 0 and finite")
-    for name in ("steps", "batch_documents", "row_tokens", "logit_chunk"):
-        require(getattr(c.train, name) >= 1, f"train.{name}", getattr(c.train, name), "must be >= 1")
+    _at_least(1, "train", c.train, "steps", "batch_documents", "row_tokens", "logit_chunk")
     require(c.train.comm_timeout_s > 0, "train.comm_timeout_s", c.train.comm_timeout_s, "must be > 0 seconds")
-    for name in ("policy_steps", "draft_steps"):
-        require(getattr(c.warm_start, name) >= 0, f"warm_start.{name}", getattr(c.warm_start, name), "must be >= 0")
+    _at_least(0, "warm_start", c.warm_start, "policy_steps", "draft_steps")
     o = c.offline
     require(0 <= o.validation_share < 1, "offline.validation_share", o.validation_share, "must be in [0, 1)")
     require(0 <= o.max_bad_share <= 1, "offline.max_bad_share", o.max_bad_share, "must be in 0..1")
-    for name in ("batch_documents", "draft_batch_documents"):
-        require(getattr(c.warm_start, name) >= 1, f"warm_start.{name}", getattr(c.warm_start, name), "must be >= 1")
-    for name in ("prompts", "speed_batch"):
-        require(getattr(c.eval, name) >= 1, f"eval.{name}", getattr(c.eval, name), "must be >= 1")
+    _at_least(1, "warm_start", c.warm_start, "batch_documents", "draft_batch_documents")
+    _at_least(1, "eval", c.eval, "prompts", "speed_batch")
     require(c.eval.every >= 0, "eval.every", c.eval.every, "must be >= 0 (0 = at the start and the end only)")
     require(c.checkpoint.every >= 0, "checkpoint.every", c.checkpoint.every, "must be >= 0 (0 = never)")
-    require(c.checkpoint.keep >= 1, "checkpoint.keep", c.checkpoint.keep, "must be >= 1")
-    require(c.data.synthetic_documents >= 1, "data.synthetic_documents", c.data.synthetic_documents, "must be >= 1")
+    _at_least(1, "checkpoint", c.checkpoint, "keep")
+    _at_least(1, "data", c.data, "synthetic_documents")
     for name, optim in (
         ("policy_optim", c.policy_optim),
         ("draft_optim", c.draft_optim),
@@ -431,6 +425,12 @@ def check(config: RunConfig) -> None:
         _check_optim(name, optim)
 
 
+def _at_least(least: int, section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value >= least, f"{section}.{name}", value, f"must be >= {least}")
+
+
 def _check_optim(name: str, optim: OptimConfig) -> None:
     for field_name in ("lr", "muon_lr", "weight_decay", "min_lr_ratio"):
         value = getattr(optim, field_name)
@@ -438,8 +438,7 @@ def _check_optim(name: str, optim: OptimConfig) -> None:
     require(0 < optim.eps < math.inf, f"{name}.eps", optim.eps, "must be > 0 and finite: a gradient may be 0")
     require(optim.clip_norm > 0, f"{name}.clip_norm", optim.clip_norm, "must be > 0 (a large number switches it off)")
     require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
-    for field_name in ("warmup_steps", "decay_steps"):
-        require(getattr(optim, field_name) >= 0, f"{name}.{field_name}", getattr(optim, field_name), "must be >= 0")
+    _at_least(0, name, optim, "warmup_steps", "decay_steps")
 
 
 def _check_engine_ranks(c: RunConfig) -> None:
