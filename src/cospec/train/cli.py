@@ -7,11 +7,8 @@ from collections.abc import Callable
 
 import tyro
 
-from cospec.config import ConfigError, RunConfig, check
-from cospec.features.store import StoreError
-from cospec.rollout.engine import EngineError
-from cospec.train.checkpoint import CheckpointError
-from cospec.train.faults import RankFault, leave
+from cospec.config import RunConfig, check
+from cospec.train.faults import REFUSALS, RankFault, leave
 
 
 def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] | None = None) -> None:
@@ -25,7 +22,7 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     try:
         check(config)
         run(config)
-    except (ConfigError, CheckpointError, StoreError, EngineError) as error:
+    except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except RankFault as fault:

@@ -27,9 +27,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from cospec.config import ConfigError, RunConfig
+from cospec.features.store import StoreError
 from cospec.mesh import Mesh
+from cospec.rollout.engine import EngineError
+from cospec.train.checkpoint import CheckpointError
 from cospec.train.metrics import CHECKPOINTS
 
+REFUSALS = (ConfigError, CheckpointError, StoreError, EngineError)
+"""What ends a run with one message and exit code 2; all ranks raise it together."""
 DOING, ENDED, SPEAKER = "cospec/doing", "cospec/ended", "cospec/speaker"
 GRACE_S = 3.0
 """How long the others may take to say how they ended, before they count as gone."""
@@ -57,8 +62,8 @@ def doing(what: str) -> None:
 
 
 @contextmanager
-def watched(config: RunConfig, mesh: Mesh, passed: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Around a run: errors end in a RankFault, but those of kinds `passed`, which all ranks raise together."""
+def watched(config: RunConfig, mesh: Mesh) -> Iterator[None]:
+    """Around a run: errors end in a RankFault, but for REFUSALS."""
     if mesh.world_size == 1:
         yield
         return
@@ -69,7 +74,7 @@ def watched(config: RunConfig, mesh: Mesh, passed: tuple[type[Exception], ...]) 
         except Exception as error:
             text = _innermost(error)
             lost_peer = _LOST_PEER.search(text) is not None
-            if isinstance(error, ConfigError) or (isinstance(error, passed) and not lost_peer):
+            if isinstance(error, ConfigError) or (isinstance(error, REFUSALS) and not lost_peer):
                 raise
             raise RankFault(watch.end(text, lost_peer=lost_peer), own=not lost_peer) from error
 

@@ -15,7 +15,6 @@ from cospec.channel.plan import plan_taps
 from cospec.config import ConfigError, RunConfig, require
 from cospec.draft.attach import attach_draft
 from cospec.export.eagle3 import load_draft
-from cospec.features.store import StoreError
 from cospec.features.vocab import load_vocab
 from cospec.mesh import Mesh, build_mesh, choose_dtype, close_mesh
 from cospec.ops.kernels import choose_kernel
@@ -23,9 +22,7 @@ from cospec.policy.build import build_policy
 from cospec.policy.pipeline import PipelineRunner
 from cospec.policy.runner import Runner, SequentialRunner
 from cospec.policy.schedule import action_order, stage_ranks
-from cospec.rollout.engine import EngineError
 from cospec.titan import stage_layers
-from cospec.train.checkpoint import CheckpointError
 from cospec.train.draft_side import DraftSide, shell
 from cospec.train.faults import watched
 from cospec.train.metrics import MetricsLog, check_run_folder
@@ -44,7 +41,7 @@ def open_mesh(config: RunConfig) -> Iterator[Mesh]:
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    with watched(config, mesh, passed=(CheckpointError, StoreError, EngineError)):
+    with watched(config, mesh):
         yield mesh
     # Not in a finally: after an error on one rank the others may never reach the barrier.
     close_mesh(mesh)
