@@ -133,6 +133,20 @@ def newest_good(folder: str | Path, *, say: Callable[[str], None] = print) -> Pa
     return None
 
 
+def to_resume(folder: Path, definition: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest good checkpoint and its `progress`; None for a folder without checkpoints: the run starts anew.
+
+    Raises CheckpointError when there are checkpoints, none of which can be read, and for one
+    of another run (names the setting and both values).
+    """
+    path = newest_good(folder)
+    if path is not None:
+        return path, check_definition(path, definition)
+    if any(folder.glob("step-*")):
+        raise CheckpointError(f"{folder}: none of its checkpoints can be read; move them away to start anew")
+    return None
+
+
 def verify(path: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint, after a check of size and hash of all its files (shared out over the ranks)."""
     path = Path(path)

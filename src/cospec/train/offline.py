@@ -227,10 +227,8 @@ class Saves:
         }
         self.path: Path | None = None
         self.found: dict[str, Any] | None = None
-        if config.checkpoint.resume:
-            self.path = checkpoint.newest_good(self.folder)
-            if self.path is not None:
-                self.found = checkpoint.check_definition(self.path, self.definition)
+        if config.checkpoint.resume and (found := checkpoint.to_resume(self.folder, self.definition)):
+            self.path, self.found = found
 
     @property
     def _parts(self) -> dict[str, Part]:

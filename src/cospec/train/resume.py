@@ -21,7 +21,6 @@ from cospec.policy.stream import WeightStream
 from cospec.rollout.engine import load_state
 from cospec.titan import policy_config
 from cospec.train import checkpoint
-from cospec.train.checkpoint import CheckpointError
 from cospec.train.draft_side import DraftSide
 from cospec.train.faults import doing
 from cospec.train.metrics import CHECKPOINTS
@@ -51,15 +50,9 @@ class Checkpoints:
         self.path: Path | None = None
         self.found: dict[str, Any] | None = None
         """`progress` of the checkpoint to resume from; None starts anew."""
-        if self.config.resume:
-            self.path = checkpoint.newest_good(self.folder)
-            if self.path is not None:
-                self.found = checkpoint.check_definition(self.path, self.definition)
-                self.steps_done = self.found["step"]
-            elif any(self.folder.glob("step-*")):
-                raise CheckpointError(
-                    f"{self.folder}: none of its checkpoints can be read; move them away to start anew"
-                )
+        if self.config.resume and (found := checkpoint.to_resume(self.folder, self.definition)):
+            self.path, self.found = found
+            self.steps_done = self.found["step"]
 
     @property
     def recorded_steps(self) -> int | None:
