@@ -189,11 +189,14 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """DeviceMesh axes; their product is the number of ranks."""
+    """DeviceMesh axes; their product, and `serve`, is the number of ranks."""
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    serve: int = 0
+    """Ranks beyond those that train, the last ones of the world: they only generate. They need no
+    memory for training, and the others none for an engine; each waits while the other works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +234,8 @@ class RolloutConfig:
     engine: Literal["native", "vllm"] = "native"
     """vllm: the real one, in this process (one rank); see docs/vllm.md."""
     engine_ranks: tuple[int, ...] | None = None
-    """Ranks that hold an engine and generate; None: every rank, which is fastest. The others
-    then keep no whole copy of the weights, and wait while these generate."""
+    """Ranks that hold an engine and generate; None: every rank, which is fastest, or with
+    `mesh.serve` those that serve. The others keep no whole copy of the weights, and wait."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the native engine's copy of the weights and its cache. bfloat16 halves both; its
     log-probabilities differ from the trainer's, which `rl.importance_cap` corrects."""
@@ -373,6 +376,7 @@ def check(config: RunConfig) -> None:
     require(c.output_dir != "", "output_dir", c.output_dir, "must name a folder")
     require(-(2**63) <= c.seed < 2**63, "seed", c.seed, "must be a signed integer of 64 bits")
     _at_least(1, "mesh", c.mesh, "pp", "dp", "cp")
+    _at_least(0, "mesh", c.mesh, "serve")
     if c.mesh.pp > 1:
         _check_pipeline(c)
     p = c.policy
@@ -444,6 +448,17 @@ def _check_optim(name: str, optim: OptimConfig) -> None:
 def _check_engine_ranks(c: RunConfig) -> None:
     serving, ranks = c.rollout.engine_ranks, c.mesh.pp * c.mesh.dp * c.mesh.cp
     if serving is None:
+        return
+    if c.mesh.serve:
+        own = range(ranks, ranks + c.mesh.serve)
+        rule = f"must be None or all of {', '.join(map(str, own))}: with mesh.serve={c.mesh.serve} those ranks serve"
+        for rank in serving:
+            if 0 <= rank < ranks:
+                pp, rest = divmod(rank, c.mesh.dp * c.mesh.cp)
+                dp, cp = divmod(rest, c.mesh.cp)
+                rule += f" and nothing else does; rank {rank} trains (pp {pp}, dp {dp}, cp {cp})"
+                break
+        require(sorted(serving) == list(own), "rollout.engine_ranks", serving, rule)
         return
     rule = f"must be one or more different ranks in 0..{ranks - 1}: mesh.pp * mesh.dp * mesh.cp is {ranks}"
     fits = len(serving) > 0 and len(set(serving)) == len(serving) and all(0 <= r < ranks for r in serving)

@@ -3,6 +3,9 @@
 `Mesh` wraps a DeviceMesh with the axes pp, dp, cp (pp outermost, so that the ranks of
 one pipeline stage are neighbours and cp, the chattiest axis, is innermost). A single
 process has no DeviceMesh and no process group; every property then has its trivial value.
+
+Ranks that only serve (`mesh.serve`) are in neither: the ranks that train are a world of
+their own, the same as without them, and reach them by the mesh's `Link`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from cospec.config import MeshConfig, require
+from cospec.link import Link
 
 AXES = ("pp", "dp", "cp")
 
@@ -34,6 +38,8 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     timeout_s: float = 300.0
     """Seconds that an operation of any of its process groups waits for a peer."""
+    link: Link | None = None
+    """Between the ranks that train and those that only serve; None where there are none of these."""
 
     def size(self, axis: str) -> int:
         return 1 if self.device_mesh is None else self.device_mesh[axis].size()
@@ -77,11 +83,19 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
+        """Ranks that train."""
         return 1 if self.device_mesh is None else self.device_mesh.size()
 
     @property
     def world_rank(self) -> int:
+        """This rank among those that train; one that only serves is numbered on after them."""
+        if self.link is not None:
+            return self.link.rank
         return 0 if self.device_mesh is None else dist.get_rank()
+
+    @property
+    def serves_only(self) -> bool:
+        return self.link is not None and self.link.serves
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
@@ -133,45 +147,97 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 300.0) -> Mesh:
+def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 300.0, can_serve: bool = False) -> Mesh:
     """Join the processes torchrun started into a mesh.
 
-    Raises ConfigError when an axis is below 1 or pp * dp * cp is not the number of ranks.
+    can_serve: the caller has work for ranks that only serve, and looks at `Mesh.serves_only`.
+
+    Raises ConfigError when an axis is below 1 or pp * dp * cp + serve is not the number of ranks.
     """
     for axis in AXES:
         size = getattr(config, axis)
         require(size >= 1, f"mesh.{axis}", size, "must be >= 1")
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    require(config.serve >= 0, "mesh.serve", config.serve, "must be >= 0")
+    require(can_serve or not config.serve, "mesh.serve", config.serve, "must be 0: there is nothing to generate here")
     product = config.pp * config.dp * config.cp
-    require(
-        product == world_size,
-        "mesh",
-        f"pp {config.pp} x dp {config.dp} x cp {config.cp}",
-        f"the product is {product} but {world_size} process(es) run; start with torchrun --nproc_per_node {product}",
-    )
+    shape, needed = f"pp {config.pp} x dp {config.dp} x cp {config.cp}", f"the product is {product}"
+    if config.serve:
+        shape, needed = f"{shape} + serve {config.serve}", f"{needed} and {config.serve} serve"
+    total = product + config.serve
+    rule = f"{needed} but {world_size} process(es) run; start with torchrun --nproc_per_node {total}"
+    require(total == world_size, "mesh", shape, rule)
     chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world_size == 1:
         return Mesh(chosen)
-    if not dist.is_initialized():
-        _join(chosen, timeout_s)
-    shape = tuple(getattr(config, axis) for axis in AXES)
+    link = None
+    if config.serve:
+        link = _join_with_servers(config, chosen, timeout_s)
+        if link.serves or product == 1:
+            return Mesh(chosen, None, timeout_s, link)
+    elif not dist.is_initialized():
+        _start_group(*_meet(timeout_s), chosen, timeout_s)
     backends: dict[int | str, Any] = {axis: _backend(chosen, timeout_s) for axis in AXES}
-    device_mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=AXES, backend_override=backends)
-    return Mesh(chosen, device_mesh, timeout_s)
+    sizes = tuple(getattr(config, axis) for axis in AXES)
+    device_mesh = init_device_mesh(chosen.type, sizes, mesh_dim_names=AXES, backend_override=backends)
+    return Mesh(chosen, device_mesh, timeout_s, link)
 
 
-def _join(device: torch.device, timeout_s: float) -> None:
-    """Make the default group. torchrun's store outlives a restart, and with it the addresses of dead
-    processes, which gloo would try to reach: the ranks meet in it under a name of this attempt.
+def _meet(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """The job's store, this rank and the number of ranks. torchrun's store outlives a restart, and with it the
+    addresses of dead processes, which gloo would try to reach: the ranks meet in it under a name of this attempt.
     """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(f"cospec/{agree_on_name(store, rank, size, timeout_s)}", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    return store, rank, size
+
+
+def _start_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """Make the default group."""
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _join_with_servers(config: MeshConfig, device: torch.device, timeout_s: float) -> Link:
+    """Default group of the ranks that train, where they are several, and the link of all."""
+    if dist.is_initialized():
+        raise RuntimeError("mesh.serve: a default process group exists already; it must hold the training ranks only")
+    store, rank, size = _meet(timeout_s)
+    trainers = size - config.serve
+    _JOB[:] = [Job(store, rank, size)]
+    if trainers > 1 and rank < trainers:
+        _start_group(dist.PrefixStore("cospec/training", store), rank, trainers, device, timeout_s)
+    return Link(
+        store,
+        rank,
+        trainers=trainers,
+        servers=config.serve,
+        stages=config.pp,
+        device=device,
+        timeout_s=timeout_s,
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """All ranks that torchrun started."""
+
+    store: dist.Store
+    rank: int
+    size: int
+
+
+_JOB: list[Job] = []
+
+
+def current_job() -> Job | None:
+    """The job of this process, None while it is alone."""
+    if _JOB:
+        return _JOB[0]
+    return Job(_get_default_store(), dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
@@ -238,6 +304,9 @@ def reported_fault(wait_s: float = 0.0) -> str | None:
 
 def close_mesh(mesh: Mesh) -> None:
     """Leave together: with gloo, a rank that leaves while a peer still talks to it aborts that peer."""
+    if mesh.link is not None:
+        mesh.link.close()
+        _JOB.clear()
     if mesh.device_mesh is not None and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

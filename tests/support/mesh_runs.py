@@ -12,12 +12,12 @@ from cospec.train import loop, setup
 from support.tiny_runs import tiny_rl, tiny_sft
 
 
-def on_mesh(config, pp, dp, cp):
+def on_mesh(config, pp, dp, cp, serve=0):
     """The same run on another mesh; AdamW, for Muon's bfloat16 iterations amplify the order of sums."""
     optim = OptimConfig(lr=1e-3)
     return replace(
         config,
-        mesh=MeshConfig(pp=pp, dp=dp, cp=cp),
+        mesh=MeshConfig(pp=pp, dp=dp, cp=cp, serve=serve),
         pipeline=PipelineConfig(microbatches=2, tap_timeout_s=60.0),
         policy_optim=optim,
         draft_optim=optim,

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -49,11 +50,15 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="cospec-ranks-")
         self._context: Any = None
 
-    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, join: bool = True
+    ) -> list[Any]:
         """Run `fn(rank, *args)` on `world_size` ranks and return the results in rank order.
 
         `fn` is a top-level function of a module that the worker can import by name (a test
         module is). Arguments and results are pickled.
+
+        join: make the process group; False leaves it to `fn`, as torchrun would, with the environment's address.
 
         Raises:
             RankError: a rank raised (with its traceback), its process died, or the call took
@@ -76,6 +81,7 @@ class Ranks:
                 "world_size": world_size,
                 "init_method": f"file://{store}/store",
                 "timeout_s": timeout_s,
+                "port": None if join else free_port(),
             }
             for rank, worker in enumerate(workers):
                 worker.pipe.send_bytes(pickle.dumps({**job, "rank": rank}))
@@ -169,6 +175,12 @@ def _worker_environment():
                 os.environ[name] = value
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def _describe_exit(worker: _Worker) -> str:
     worker.process.join(5)
     code = worker.process.exitcode
@@ -215,6 +227,9 @@ def _run(job: dict[str, Any]) -> Any:
     for name in job["function"].split("."):
         function = getattr(function, name)
     args = pickle.loads(job["args"])
+    if job["port"] is not None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
+        return function(job["rank"], *args)
     dist.init_process_group(
         "gloo",
         init_method=job["init_method"],

@@ -9,7 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cospec.link import Link
 from cospec.mesh import Mesh
+
+Headers = list[list[tuple[str, torch.Size, torch.dtype]]]
+"""Name, shape and dtype of the tensors of each pipeline stage."""
 
 
 class WeightStream:
@@ -39,16 +43,22 @@ class WeightStream:
             for module in modules:
                 self._own |= module.state_dict()
         header = [(name, value.shape, value.dtype) for name, value in self._own.items()]
-        self._headers: list = [header]
+        self._headers: Headers = [header]
         group = mesh.group("pp")
         column = {mesh.world_rank}
         if group is not None:
-            self._headers = [None] * mesh.pp_size
-            dist.all_gather_object(self._headers, header, group=group)
+            found: list = [None] * mesh.pp_size
+            dist.all_gather_object(found, header, group=group)
+            self._headers = found
             column = set(dist.get_process_group_ranks(group))
         self._wanted = wanted_by is None or mesh.world_rank in wanted_by
         self._wanted_in_column = wanted_by is None or not column.isdisjoint(wanted_by)
-        self.shapes: dict[str, torch.Size] = {name: shape for part in self._headers for name, shape, _ in part}
+        self.shapes = _shapes(self._headers)
+
+    @property
+    def headers(self) -> Headers:
+        """Of all stages in this rank's pipeline column, in the order of `items`."""
+        return self._headers
 
     @torch.no_grad()
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -59,8 +69,7 @@ class WeightStream:
             for name, shape, dtype in header:
                 whole: Tensor | None = None
                 if mine:
-                    own = self._own[name].detach()
-                    whole = own.full_tensor() if isinstance(own, DTensor) else own
+                    whole = self._whole(name)
                 if group is not None and self._wanted_in_column:
                     if whole is None:
                         whole = torch.empty(shape, dtype=dtype, device=self.mesh.device)
@@ -70,6 +79,22 @@ class WeightStream:
                     yield name, whole
                 del whole
 
+    @torch.no_grad()
+    def send(self, link: Link) -> None:
+        """To the ranks that serve only, who make an `IncomingStream` of `headers` of rank 0. Collective.
+
+        The first rank of a stage sends; the others of the stage help to gather, all that they hold is one tensor.
+        """
+        stage = self.mesh.pp_rank
+        for name in self._own:
+            whole = self._whole(name)
+            if self.mesh.world_rank == link.leaders[stage]:
+                link.send(stage, whole.to(self.mesh.device).contiguous())
+
+    def _whole(self, name: str) -> Tensor:
+        own = self._own[name].detach()
+        return own.full_tensor() if isinstance(own, DTensor) else own
+
     def collect(self) -> dict[str, Tensor]:
         """All of them at once, as copies on the CPU."""
         return {name: whole.to("cpu", copy=True) for name, whole in self.items()}
@@ -78,3 +103,34 @@ class WeightStream:
         """Take part without reading."""
         for _ in self.items():
             pass
+
+
+class IncomingStream(WeightStream):
+    """The same on a rank that serves only: what the first ranks of the stages `send`. Can be read once.
+
+    after: the stream that is sent before this one, and must have been read to its end.
+    """
+
+    def __init__(self, headers: Headers, link: Link, device: torch.device, *, after: IncomingStream | None = None):
+        self._headers, self.shapes = headers, _shapes(headers)
+        self._left = self._receive(link, device, after)
+        self.finished = False
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that have not been read yet."""
+        return self._left
+
+    def _receive(self, link: Link, device: torch.device, after: IncomingStream | None) -> Iterator[tuple[str, Tensor]]:
+        if after is not None and not after.finished:
+            raise RuntimeError("weights are read in another order than they are sent: the policy's come first")
+        for stage, header in enumerate(self._headers):
+            for name, shape, dtype in header:
+                whole = torch.empty(shape, dtype=dtype, device=device)
+                link.receive(stage, whole)
+                yield name, whole
+                del whole
+        self.finished = True
+
+
+def _shapes(headers: Headers) -> dict[str, torch.Size]:
+    return {name: shape for part in headers for name, shape, _ in part}

@@ -60,7 +60,10 @@ class Evaluator:
         return row
 
     def speed(self, repeats: int = 3) -> list[dict]:
-        """Seconds of the same prompts and weights without and with k draft tokens, in turns; medians."""
+        """Seconds of the same prompts and weights without and with k draft tokens, in turns; medians.
+
+        On one engine, or on those of all ranks that serve only, with the way there and back.
+        """
         doing("the comparison of speeds")
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.config.eval.speed_batch)]
         most = self.config.rollout.num_draft_tokens if self.learner.draft is not None else 0
@@ -86,8 +89,8 @@ class Evaluator:
             }
             for k in depths
         ]
-        if self.learner.mesh.world_size > 1:  # every rank measured: the figures of the first that serves
-            dist.broadcast_object_list(rows, src=self.serving[0])
+        if self.learner.mesh.world_size > 1:  # every rank measured: the figures of the first that has an engine
+            dist.broadcast_object_list(rows, src=0 if self.learner.mesh.link is not None else self.serving[0])
         return rows
 
     def _roll_out(self) -> ScoredRollouts:

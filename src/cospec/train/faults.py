@@ -23,19 +23,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
-
 from cospec.config import ConfigError, RunConfig
 from cospec.features.store import StoreError
-from cospec.mesh import Mesh
+from cospec.link import ENDED, Refused
+from cospec.mesh import Job, Mesh, current_job
 from cospec.rollout.engine import EngineError
 from cospec.train.checkpoint import CheckpointError
 from cospec.train.metrics import CHECKPOINTS
 
-REFUSALS = (ConfigError, CheckpointError, StoreError, EngineError)
-"""What ends a run with one message and exit code 2; all ranks raise it together."""
-DOING, ENDED, SPEAKER = "cospec/doing", "cospec/ended", "cospec/speaker"
+REFUSALS = (ConfigError, CheckpointError, StoreError, EngineError, Refused)
+"""What ends a run with one message and exit code 2; all ranks that train raise it together."""
+DOING, SPEAKER = "cospec/doing", "cospec/speaker"
 GRACE_S = 3.0
 """How long the others may take to say how they ended, before they count as gone."""
 STORE_S = 5.0
@@ -56,39 +54,43 @@ class RankFault(RuntimeError):
 
 def doing(what: str) -> None:
     """Note what this rank does from now on, for the case that it is the last that is heard of it."""
-    if dist.is_initialized():
-        with suppress(Exception):
-            _get_default_store().set(f"{DOING}/{dist.get_rank()}", what)
+    with suppress(Exception):
+        if job := current_job():
+            job.store.set(f"{DOING}/{job.rank}", what)
 
 
 @contextmanager
 def watched(config: RunConfig, mesh: Mesh) -> Iterator[None]:
     """Around a run: errors end in a RankFault, but for REFUSALS."""
-    if mesh.world_size == 1:
+    job = current_job()
+    if job is None or job.size == 1:
         yield
         return
-    watch = _Watch(config, mesh)
+    watch = _Watch(config, mesh, job)
     with watch.until_sigterm():
         try:
             yield
         except Exception as error:
             text = _innermost(error)
             lost_peer = _LOST_PEER.search(text) is not None
-            if isinstance(error, ConfigError) or (isinstance(error, REFUSALS) and not lost_peer):
+            if isinstance(error, ConfigError | Refused) or (isinstance(error, REFUSALS) and not lost_peer):
+                if mesh.link is not None:
+                    mesh.link.refuse(str(error))
                 raise
             raise RankFault(watch.end(text, lost_peer=lost_peer), own=not lost_peer) from error
 
 
 class _Watch:
-    def __init__(self, config: RunConfig, mesh: Mesh):
-        self.config, self.rank, self.size = config, mesh.world_rank, mesh.world_size
+    def __init__(self, config: RunConfig, mesh: Mesh, job: Job):
+        self.config, self.rank, self.size = config, job.rank, job.size
         # A connection of its own: the main thread may hold the other one in a call that waits.
-        store: Any = _get_default_store()
+        store: Any = job.store
         self.store = store.clone()
         with suppress(Exception):
             self.store.set_timeout(timedelta(seconds=STORE_S))
-        where = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, cp {mesh.cp_rank}; pid {os.getpid()} on {socket.gethostname()}"
-        self.store.set(f"cospec/where/{self.rank}", where)
+        place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, cp {mesh.cp_rank}"
+        role = "serves" if mesh.serves_only else place if mesh.link is None else f"trains, {place}"
+        self.store.set(f"cospec/where/{self.rank}", f"{role}; pid {os.getpid()} on {socket.gethostname()}")
         self._lock = threading.Lock()
         self._ending = False
 

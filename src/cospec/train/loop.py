@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -23,14 +24,17 @@ from cospec.train.report import write_report
 from cospec.train.resume import Checkpoints, frozen_copy
 from cospec.train.rollouts import (
     build_engine,
+    build_served_engine,
     check_engine,
     refit,
     roll_out,
     rollout_row,
     sampling,
     serving_ranks,
+    static_draft_ranks,
     to_documents,
 )
+from cospec.train.serving import serve
 from cospec.train.setup import open_mesh, open_run
 from cospec.train.step import Learner, LossRows, cotrain_step, policy_logprobs
 
@@ -47,13 +51,18 @@ def run_rl(config: RunConfig) -> None:
     rl = config.rl
     data = {"task": rl.task, "prompts_per_step": rl.prompts_per_step, "samples_per_prompt": rl.samples_per_prompt}
     phases = (WARM_POLICY, WARM_DRAFT, RUN)
-    with (
-        open_mesh(config) as mesh,
-        open_run(config, mesh, data=data, phases=phases, longest=longest) as (learner, saves, log),
-    ):
+    with ExitStack() as stack:
+        mesh = stack.enter_context(open_mesh(config, can_serve=True))
+        if mesh.serves_only:
+            serve(mesh, partial(build_served_engine, config, mesh.device))
+            return
+        run = open_run(config, mesh, data=data, phases=phases, longest=longest)
+        learner, saves, log = stack.enter_context(run)
         warm_start(learner, task, log, saves)
         serving = serving_ranks(config, mesh)
-        static_draft = frozen_copy(learner.draft, serving) if learner.draft and config.eval.static_control else None
+        static_draft = None
+        if learner.draft is not None and config.eval.static_control:
+            static_draft = frozen_copy(learner.draft, static_draft_ranks(config, mesh))
         engine = build_engine(config, learner, max_prompt=task.max_prompt_tokens)
         first_step = saves.enter(RUN, learner, static_draft) or 0
         evaluator = Evaluator(config, task, engine, learner, static_draft, log)

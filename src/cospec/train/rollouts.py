@@ -8,21 +8,22 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from cospec.config import ConfigError, RunConfig, require
+from cospec.config import ConfigError, Eagle3Config, RunConfig, require
 from cospec.draft.eagle3 import Eagle3Draft
 from cospec.export.eagle3 import save_draft
 from cospec.mesh import Mesh
-from cospec.policy.stream import WeightStream
+from cospec.policy.stream import IncomingStream, WeightStream
 from cospec.policy.weights import save_hf
 from cospec.records import Document, Rollout, SamplingParams
 from cospec.rl.grpo import group_advantages, length_penalty
 from cospec.rl.tasks import Prompt, Task
-from cospec.rollout.engine import Elsewhere, Engine, State, acceptance_length
+from cospec.rollout.engine import Elsewhere, Engine, State, acceptance_length, whole_state
 from cospec.rollout.native import NativeEngine
-from cospec.titan import build_model
+from cospec.titan import DecoderConfig, build_config, build_model
 from cospec.train.draft_side import DraftSide
+from cospec.train.serving import Open, Remote
 from cospec.train.step import Learner
 
 
@@ -49,7 +50,8 @@ def check_engine(config: RunConfig) -> None:
     from cospec.rollout.vllm import import_vllm
 
     ranks = config.mesh.pp * config.mesh.dp * config.mesh.cp
-    require(ranks == 1, "rollout.engine", "vllm", f"runs in the process of a single rank, the mesh has {ranks}")
+    rule = f"runs in the process of a single rank, or in those of mesh.serve; the mesh has {ranks}"
+    require(ranks == 1 or config.mesh.serve > 0, "rollout.engine", "vllm", rule)
     try:
         import_vllm()
     except ImportError as error:
@@ -59,44 +61,71 @@ def check_engine(config: RunConfig) -> None:
 def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Engine:
     """A rollout engine with weights of its own on this rank's device, not yet refitted.
 
-    On ranks outside `rollout.engine_ranks` it stands for the engines of the others.
+    With `mesh.serve` it stands for those of the ranks that serve, else on ranks outside
+    `rollout.engine_ranks` for the engines of the others.
     Raises EngineError where vLLM is asked for and samples from a wrong distribution.
     """
-    if config.rollout.engine == "vllm":
-        return _vllm_engine(config, learner, max_prompt=max_prompt)
+    link, draft = learner.mesh.link, None if learner.draft is None else learner.draft.model.config
+    if link is not None:
+        states = _streams(learner) if config.rollout.engine == "vllm" else None
+        return Remote(link, draft, max_prompt=max_prompt, states=states)
     if learner.mesh.world_rank not in serving_ranks(config, learner.mesh):
         return Elsewhere()
-    device = learner.mesh.device
-    dtype = getattr(torch, config.rollout.dtype)
-    policy = build_model(learner.runner.parts[0].config, device=device, dtype=dtype)
-    draft = None
-    if learner.draft is not None:
-        draft = Eagle3Draft(learner.draft.model.config).to(device)
+    spec = learner.runner.parts[0].config
+    if config.rollout.engine == "vllm":
+        draft_state = None if learner.draft is None else learner.draft.full_state()
+        return _vllm_engine(config, spec, learner.runner.full_state(), draft, draft_state, max_prompt=max_prompt)
+    return _native_engine(config, spec, draft, learner.mesh.device, max_prompt=max_prompt)
+
+
+def build_served_engine(
+    config: RunConfig, device: torch.device, call: Open, policy: IncomingStream | None, draft: IncomingStream | None
+) -> Engine:
+    """The engine of a rank that serves only; see `serving.serve`."""
+    spec = build_config(config.policy)
+    if policy is not None:
+        state = whole_state(policy)
+        draft_state = None if draft is None else whole_state(draft)
+        return _vllm_engine(config, spec, state, call.draft, draft_state, max_prompt=call.max_prompt)
+    return _native_engine(config, spec, call.draft, device, max_prompt=call.max_prompt)
+
+
+def _native_engine(
+    config: RunConfig, spec: DecoderConfig, draft: Eagle3Config | None, device: torch.device, *, max_prompt: int
+) -> Engine:
     return NativeEngine(
-        policy,
-        draft,
+        build_model(spec, device=device, dtype=getattr(torch, config.rollout.dtype)),
+        None if draft is None else Eagle3Draft(draft).to(device),
         num_draft_tokens=config.rollout.num_draft_tokens if draft is not None else 0,
         max_len=max_prompt + config.rollout.max_new_tokens,
         max_batch=max(1, config.rl.prompts_per_step * config.rl.samples_per_prompt),
     )
 
 
-def _vllm_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Engine:
+def _vllm_engine(
+    config: RunConfig,
+    spec: DecoderConfig,
+    policy_state: dict[str, Tensor],
+    draft: Eagle3Config | None,
+    draft_state: dict[str, Tensor] | None,
+    *,
+    max_prompt: int,
+) -> Engine:
     """vLLM in this process, started from folders that are gone afterwards: refits come from memory."""
     from cospec.rollout.vllm import VLLMEngine
 
     check_engine(config)
-    spec, draft = learner.runner.parts[0].config, None
+    if not config.rollout.num_draft_tokens:
+        draft = None
     with tempfile.TemporaryDirectory(prefix="cospec-vllm-") as folder:
-        save_hf(spec, learner.runner.full_state(), f"{folder}/policy")
-        if learner.draft is not None and config.rollout.num_draft_tokens:
-            draft = Eagle3Draft(learner.draft.model.config)
-            save_draft(draft, f"{folder}/draft", family="vllm", state=learner.draft.full_state())
+        save_hf(spec, policy_state, f"{folder}/policy")
+        if draft is not None:
+            save_draft(Eagle3Draft(draft), f"{folder}/draft", family="vllm", state=draft_state)
         return VLLMEngine(
             f"{folder}/policy",
             spec,
             None if draft is None else f"{folder}/draft",
-            None if draft is None else draft.config,
+            draft,
             num_draft_tokens=config.rollout.num_draft_tokens,
             max_len=max_prompt + config.rollout.max_new_tokens,
             max_batch=max(1, config.rl.prompts_per_step * config.rl.samples_per_prompt),
@@ -105,22 +134,38 @@ def _vllm_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Eng
 
 def serving_ranks(config: RunConfig, mesh: Mesh) -> Sequence[int]:
     """World ranks that hold an engine, in the order in which prompts go to them."""
-    return range(mesh.world_size) if config.rollout.engine_ranks is None else config.rollout.engine_ranks
+    if config.rollout.engine_ranks is not None:
+        return config.rollout.engine_ranks
+    return range(mesh.world_size) if mesh.link is None else mesh.link.serving
+
+
+def static_draft_ranks(config: RunConfig, mesh: Mesh) -> Sequence[int]:
+    """Ranks that keep the static control's weights: those whose engines take it, or the one that sends it."""
+    return serving_ranks(config, mesh) if mesh.link is None else (0,)
 
 
 def refit(engine: Engine, learner: Learner, version: int, *, draft_from: DraftSide | nn.Module | None = None) -> None:
     """Hand the trained weights to the engines, tensor by tensor. Collective.
 
-    draft_from: stands in for the trained draft; a module is whole on every rank that serves.
+    draft_from: stands in for the trained draft; a module is whole on `static_draft_ranks`.
     """
-    draft = learner.draft if draft_from is None else draft_from
+    policy_state, trained = _streams(learner, with_draft=draft_from is None)
+    draft_state: State | None = trained
+    if isinstance(draft_from, DraftSide):
+        draft_state = WeightStream(draft_from.parts, learner.mesh, serving_ranks(learner.config, learner.mesh))
+    elif draft_from is not None:
+        # Where engines are on other ranks, only the first rank's module has weights: it leads its stage, and sends.
+        draft_state = WeightStream([draft_from], learner.mesh, ()) if learner.mesh.link else draft_from.state_dict()
+    engine.refit(policy_state, draft_state, version)
+
+
+def _streams(learner: Learner, *, with_draft: bool = True) -> tuple[WeightStream, WeightStream | None]:
+    """The weights of policy and draft for the ranks that serve. Collective."""
     serving = serving_ranks(learner.config, learner.mesh)
-    draft_state: State | None = None
-    if isinstance(draft, DraftSide):
-        draft_state = WeightStream(draft.parts, learner.mesh, serving)
-    elif draft is not None:
-        draft_state = draft.state_dict()
-    engine.refit(WeightStream(learner.runner.parts, learner.mesh, serving), draft_state, version)
+    policy = WeightStream(learner.runner.parts, learner.mesh, serving)
+    if learner.draft is None or not with_draft:
+        return policy, None
+    return policy, WeightStream(learner.draft.parts, learner.mesh, serving)
 
 
 def sampling(config: RunConfig, task: Task) -> SamplingParams:
@@ -144,11 +189,15 @@ def roll_out(
     first_sample: int,
     serving: Sequence[int] | None = None,
 ) -> ScoredRollouts:
-    """One rollout per prompt, computed by the ranks that serve (None: all) in turns.
+    """One rollout per prompt, on every rank that trains, computed by those that serve (None: all) in turns.
 
     The random numbers of a sample depend on its index only (`first_sample` + position), so
     the tokens do not depend on how many ranks share the work.
     """
+    if isinstance(engine, Remote):
+        ids = [first_sample + i for i in range(len(prompts))]
+        rollouts = engine.generate([prompt.token_ids for prompt in prompts], params, sample_ids=ids)
+        return _score(task, prompts, rollouts)
     servers = range(mesh.world_size) if serving is None else serving
     first = servers.index(mesh.world_rank) if mesh.world_rank in servers else len(prompts)
     mine = range(first, len(prompts), len(servers))
@@ -161,6 +210,10 @@ def roll_out(
         shares: list = [None] * mesh.world_size
         dist.all_gather_object(shares, rollouts)
         rollouts = [shares[servers[i % len(servers)]][i // len(servers)] for i in range(len(prompts))]
+    return _score(task, prompts, rollouts)
+
+
+def _score(task: Task, prompts: Sequence[Prompt], rollouts: list[Rollout]) -> ScoredRollouts:
     rewards = [task.reward(prompt, rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
     return ScoredRollouts(rollouts, rewards)
 

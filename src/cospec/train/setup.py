@@ -28,21 +28,28 @@ from cospec.train.faults import watched
 from cospec.train.metrics import MetricsLog, check_run_folder
 from cospec.train.optim import Optimizer
 from cospec.train.resume import Checkpoints
+from cospec.train.serving import end
 from cospec.train.step import Learner
 
 
 @contextmanager
-def open_mesh(config: RunConfig) -> Iterator[Mesh]:
+def open_mesh(config: RunConfig, *, can_serve: bool = False) -> Iterator[Mesh]:
     """The mesh of the run, left together at the end; seeds and determinism are set.
+
+    can_serve: see `build_mesh`; ranks that serve are left when the others come to the end.
 
     Raises RankFault where a rank fails or falls silent, see train.faults.
     """
-    mesh = build_mesh(config.mesh, device=config.train.device, timeout_s=config.train.comm_timeout_s)
+    mesh = build_mesh(
+        config.mesh, device=config.train.device, timeout_s=config.train.comm_timeout_s, can_serve=can_serve
+    )
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
     with watched(config, mesh):
         yield mesh
+        if mesh.link is not None and not mesh.serves_only:
+            end(mesh.link)
     # Not in a finally: after an error on one rank the others may never reach the barrier.
     close_mesh(mesh)
 
@@ -181,4 +188,5 @@ def describe(learner: Learner) -> str:
         text += (
             f", draft {draft / 1e6:.2f} M reading layers {', '.join(map(str, learner.draft.model.config.tap_layers))}"
         )
-    return f"{text}; {mesh.device.type}, pp {mesh.pp_size} x dp {mesh.dp_size} x cp {mesh.cp_size}"
+    text += f"; {mesh.device.type}, pp {mesh.pp_size} x dp {mesh.dp_size} x cp {mesh.cp_size}"
+    return text if mesh.link is None else f"{text} + serve {len(mesh.link.serving)}"
