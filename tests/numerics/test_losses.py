@@ -99,6 +99,14 @@ def test_vocabulary_tiles(monkeypatch, draft_vocab, chunk, renormalise, cells, m
     assert_same(got, run(reference.draft_loss, case, renormalise=renormalise), 1e-12)
 
 
+@pytest.mark.parametrize("cells, min_rows", [(600, 2), (1500, 20), (100_000, 2)])
+def test_draft_vocabulary_in_any_order(monkeypatch, cells, min_rows):
+    shrink(monkeypatch, cells, min_rows)
+    case = make_case(vocab=257, draft_vocab=100)
+    case["vocab_map_U"] = case["vocab_map_U"][torch.randperm(100, generator=torch.Generator().manual_seed(1))]
+    assert_same(run(draft_loss, case), run(reference.draft_loss, case), 1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_in_lower_precision(monkeypatch, dtype):
     shrink(monkeypatch, 150, 2)

@@ -157,12 +157,13 @@ class _DraftLoss(torch.autograd.Function):
         # logits of a pass stay whole, if that is enough rows.
         wanted_S = (rows_KS >= 0).any(0).nonzero().squeeze(1)
         cells = tiling.LOGITS_BYTES // dtype.itemsize
-        fit = 2 * tiling.SCRATCH_BYTES // (dim * dtype.itemsize * num_passes)
-        chunk_rows = max(1, min(len(wanted_S), chunk, fit))
-        if cells // vocab_U >= min(chunk_rows, _MIN_ROWS):
+        chunk_rows = max(1, min(len(wanted_S), chunk))
+        whole_U = cells // vocab_U >= min(chunk_rows, _MIN_ROWS)
+        if whole_U:
             chunk_rows = min(chunk_rows, cells // vocab_U)
+        else:  # every pass keeps the gradient of its rows from tile to tile
+            chunk_rows = max(1, min(chunk_rows, 2 * tiling.SCRATCH_BYTES // (dim * dtype.itemsize * num_passes)))
         size_V, size_U = (max(1, min(vocab, cells // chunk_rows)) for vocab in (vocab_V, vocab_U))
-        whole_V, whole_U = size_V == vocab_V, size_U == vocab_U
         logits = torch.empty(chunk_rows * max(size_V, size_U), dtype=dtype, device=device)
         policy = torch.empty(chunk_rows * size_U, dtype=dtype, device=device)
         scratch = torch.empty(
@@ -176,18 +177,20 @@ class _DraftLoss(torch.autograd.Function):
 
         loss_KT = torch.zeros(num_passes, rows_T, dtype=dtype, device=device)
         alpha_KT, top1_KT, counted_KT = (torch.zeros_like(loss_KT) for _ in range(3))
-        in_draft_V = draft_id_V = None
+        in_draft_V = draft_id_V = columns_U = None
         if vocab_map_U is not None:
             draft_id_V = torch.full((vocab_V,), -1, dtype=torch.int64, device=device)
             draft_id_V[vocab_map_U] = torch.arange(vocab_U, device=device)
             in_draft_V = (draft_id_V >= 0).to(dtype)
+            columns_U = tiling.Columns.of(vocab_map_U, tiles(vocab_V, size_V)) if whole_U else None
 
         for begin in range(0, len(wanted_S), chunk_rows):
             wanted_C = wanted_S[begin : begin + chunk_rows]
             num_rows, rows_KC = len(wanted_C), rows_KS[:, wanted_C]
             teacher_CD = teacher_SD[wanted_C].to(teacher_head_VD.dtype)
             teacher = Running.start(num_rows, logits, argmax=True, subset=vocab_map_U is not None)
-            sweep(teacher, teacher_CD, teacher_head_VD, size_V, logits, scratch, in_subset_V=in_draft_V)
+            keep = (buffer(policy, num_rows, vocab_U), columns_U) if whole_U else None
+            sweep(teacher, teacher_CD, teacher_head_VD, size_V, logits, scratch, in_subset_V=in_draft_V, keep=keep)
             teacher_lse_C1, mass_C1 = teacher.logsumexp_C1, teacher.mass_C1
             # The policy's best token as the draft numbers it, -1 outside its vocabulary.
             best_C1 = teacher.argmax_C1 if draft_id_V is None else draft_id_V[teacher.argmax_C1]
@@ -196,31 +199,27 @@ class _DraftLoss(torch.autograd.Function):
                 target_scale_C1 = torch.where(mass_C1 > 0, 1 / mass_C1, 0.0)
                 target_mass_C1 = (mass_C1 > 0).to(dtype)
 
-            hidden_KCD = [_gather(h, r, matmul_dtype) for h, r in zip(hidden_KTD, rows_KC, strict=True)]
             counts_KC = (rows_KC >= 0).to(dtype)
-            stats_K = [Running.start(num_rows, logits) for _ in hidden_KCD]
-            if not whole_U:  # then not whole_V either: no teacher logits are lost here
-                for stats, hidden_CD in zip(stats_K, hidden_KCD, strict=True):
-                    sweep(stats, hidden_CD, head_UD, size_U, logits, scratch)
+            stats_K = [Running.start(num_rows, logits) for _ in range(num_passes)]
+            if not whole_U:
+                for stats, hidden_TD, rows_C in zip(stats_K, hidden_KTD, rows_KC, strict=True):
+                    sweep(stats, _gather(hidden_TD, rows_C, matmul_dtype), head_UD, size_U, logits, scratch)
             cells_KC3 = logits.new_zeros(num_passes, num_rows, 3)  # loss, alpha, top-1
-            grad_KCD = [logits.new_zeros(num_rows, dim) for _ in grad_hidden]
+            grad_KCD = [] if whole_U else [logits.new_zeros(num_rows, dim) for _ in grad_hidden]
 
             for tile in tiles(vocab_U, size_U):
                 width = tile.stop - tile.start
                 policy_CW = buffer(policy, num_rows, width)
-                if not whole_V:
+                if not whole_U:
                     _teacher_tile(policy_CW, teacher_CD, teacher_head_VD, tile, vocab_map_U)
-                elif vocab_map_U is None:
-                    policy_CW.copy_(buffer(logits, num_rows, vocab_V)[:, tile])
-                else:
-                    torch.index_select(buffer(logits, num_rows, vocab_V), 1, vocab_map_U[tile], out=policy_CW)
                 policy_CW.sub_(teacher_lse_C1).exp_()
                 policy_sum_C = policy_CW.sum(1)
                 here_C1 = (best_C1 >= tile.start) & (best_C1 < tile.stop)
                 local_C1 = (best_C1 - tile.start).clamp(0, width - 1)
 
-                for k, (hidden_CD, stats) in enumerate(zip(hidden_KCD, stats_K, strict=True)):
+                for k, (rows_C, stats) in enumerate(zip(rows_KC, stats_K, strict=True)):
                     loss_C, alpha_C, top1_C = cells_KC3[k].unbind(1)
+                    hidden_CD = _gather(hidden_KTD[k], rows_C, matmul_dtype)
                     draft_CW = buffer(logits, num_rows, width)
                     product_into(draft_CW, hidden_CD, head_UD[tile])
                     if whole_U:
@@ -245,10 +244,14 @@ class _DraftLoss(torch.autograd.Function):
                     weight_C1 = (coef_K[k] * counts_KC[k]).unsqueeze(1)
                     target_weight_C1 = weight_C1 if target_scale_C1 is None else weight_C1 * target_scale_C1
                     draft_CW.mul_(weight_C1 * target_mass_C1).addcmul_(policy_CW, target_weight_C1, value=-1)
-                    if grad_KCD:
-                        add_product(grad_KCD[k], draft_CW, head_UD[tile])
                     if grad_head_UD is not None:
                         add_product(grad_head_UD[tile], draft_CW.T, hidden_CD)
+                    if not wants_hidden:
+                        continue
+                    grad_CD = grad_KCD[k] if grad_KCD else logits.new_zeros(num_rows, dim)
+                    add_product(grad_CD, draft_CW, head_UD[tile])
+                    if tile.stop == vocab_U:
+                        grad_hidden[k].index_add_(0, rows_C.clamp(min=0), grad_CD.to(grad_hidden[k].dtype))
 
             if target_scale_C1 is not None:
                 cells_KC3[..., 0] *= target_scale_C1.T
@@ -259,8 +262,6 @@ class _DraftLoss(torch.autograd.Function):
                 alpha_KT[k].index_add_(0, index_C, cells_KC3[k, :, 1])
                 top1_KT[k].index_add_(0, index_C, cells_KC3[k, :, 2])
                 counted_KT[k].index_add_(0, index_C, counts_KC[k])
-                if grad_hidden:
-                    grad_hidden[k].index_add_(0, index_C, grad_KCD[k].to(hidden_KTD[k].dtype))
 
         loss_sum_K = loss_KT.double().sum(1)
         whole_T = (counted_KT > 0).all(0).double()

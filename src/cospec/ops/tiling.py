@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOGITS_BYTES = 16 << 20
-"""Size of one logits buffer; the draft loss holds two, of policy and of draft."""
+LOGITS_BYTES = 20 << 20
+"""Size of one logits buffer; the draft loss holds two, of policy and of draft. The more rows
+fit, the less often a product reads a whole head and writes its gradient."""
 
-SCRATCH_BYTES = 4 << 20
-"""Size of the scratch of elementwise steps, and of other temporaries. With the rows that
-are gathered for all passes (twice at most twice this) the whole stays below 64 MiB."""
+SCRATCH_BYTES = 2 << 20
+"""Size of the scratch of elementwise steps, and of other temporaries."""
+
+_PRODUCT_COLUMNS = 1536
+"""Columns of a product on the CPU: beyond what its caches hold, few rows run at 3/4 of the speed."""
 
 
 def tiles(total: int, size: int) -> list[slice]:
@@ -26,7 +29,9 @@ def tiles(total: int, size: int) -> list[slice]:
 def product_into(out_CW: Tensor, x_CD: Tensor, weight_WD: Tensor) -> None:
     """out = x @ weight.T without rounding to a narrower dtype than out's."""
     if weight_WD.dtype == out_CW.dtype:
-        torch.mm(x_CD, weight_WD.T, out=out_CW)
+        size = out_CW.shape[1] if out_CW.is_cuda else _PRODUCT_COLUMNS
+        for part in tiles(out_CW.shape[1], size):
+            torch.mm(x_CD, weight_WD[part].T, out=out_CW[:, part])
     elif out_CW.is_cuda and weight_WD.element_size() == 2:
         if out_CW.is_contiguous():
             torch.mm(x_CD, weight_WD.T, out_dtype=out_CW.dtype, out=out_CW)
@@ -112,9 +117,61 @@ def blocks(x_CW: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield columns, buffer(scratch, rows, columns.stop - columns.start)
 
 
-def sweep(running: Running, x_CD: Tensor, head_VD: Tensor, size: int, logits: Tensor, scratch: Tensor, **kw) -> None:
-    """All logits of the rows into `running`, `size` columns at a time; the last tile stays in the buffer."""
+@dataclass(frozen=True)
+class Columns:
+    """Where the logits of a draft vocabulary lie in the tiles of the policy's."""
+
+    order_U: Tensor | None
+    """Draft ids in the order of their policy ids; None where that is 0, 1, 2, ..."""
+    policy_ids_U: Tensor
+    """Ascending."""
+    bounds: dict[int, tuple[int, int]]
+    """By the start of a tile: begin and end of its share of the two above."""
+
+    @classmethod
+    def of(cls, vocab_map_U: Tensor, tiles: list[slice]) -> Columns:
+        policy_ids_U, order_U = vocab_map_U.sort()
+        edges = torch.tensor([t.start for t in tiles] + [tiles[-1].stop], device=vocab_map_U.device)
+        found = torch.searchsorted(policy_ids_U, edges).tolist()
+        bounds = {tile.start: (found[i], found[i + 1]) for i, tile in enumerate(tiles)}
+        ascending = bool((vocab_map_U == policy_ids_U).all())
+        return cls(None if ascending else order_U, policy_ids_U, bounds)
+
+    def copy(self, out_CU: Tensor, logits_CW: Tensor, offset: int, scratch: Tensor) -> None:
+        """The draft's columns among those of the tile that begins at `offset`, into their place."""
+        begin, end = self.bounds[offset]
+        for part in tiles(end - begin, scratch.numel() // logits_CW.shape[0]):
+            places = slice(begin + part.start, begin + part.stop)
+            part_CW = buffer(scratch, logits_CW.shape[0], part.stop - part.start)
+            torch.index_select(logits_CW, 1, self.policy_ids_U[places] - offset, out=part_CW)
+            if self.order_U is None:
+                out_CU[:, places] = part_CW
+            else:
+                out_CU.index_copy_(1, self.order_U[places], part_CW)
+
+
+def sweep(
+    running: Running,
+    x_CD: Tensor,
+    head_VD: Tensor,
+    size: int,
+    logits: Tensor,
+    scratch: Tensor,
+    *,
+    in_subset_V: Tensor | None = None,
+    keep: tuple[Tensor, Columns | None] | None = None,
+) -> None:
+    """All logits of the rows into `running`, `size` columns at a time.
+
+    keep: (out_CU, columns): logits that are copied to `out_CU` on the way; None as columns means all.
+    """
     for tile in tiles(head_VD.shape[0], size):
         logits_CW = buffer(logits, x_CD.shape[0], tile.stop - tile.start)
         product_into(logits_CW, x_CD, head_VD[tile])
-        running.add(logits_CW, tile.start, scratch, **kw)
+        running.add(logits_CW, tile.start, scratch, in_subset_V)
+        if keep is not None:
+            out_CU, columns = keep
+            if columns is None:
+                out_CU[:, tile] = logits_CW
+            else:
+                columns.copy(out_CU, logits_CW, tile.start, scratch)
