@@ -2,13 +2,16 @@
 
 import gc
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from cospec.config import MeshConfig
-from cospec.policy.stream import WeightStream
+from cospec.mesh import build_mesh, close_mesh
+from cospec.policy.stream import IncomingStream, WeightStream
+from cospec.train.setup import build_learner
 from support import topology
 
 MIB = 1 << 20
@@ -71,3 +74,39 @@ def collect(rank, run, serving):
 def test_who_wants_the_weights_gets_all_of_them(ranks, mesh, world, serving):
     got = ranks.run(world, collect, topology.config(mesh), serving)
     assert got == [float(serving is None or rank in serving) for rank in range(world)]
+
+
+def measure_sending(rank, run, serve):
+    """The same where engines are on ranks of their own: (peak, bytes of the weights read) of a refit."""
+    run = replace(run, mesh=replace(run.mesh, serve=serve))
+    mesh = build_mesh(run.mesh, device="cpu", timeout_s=90.0, can_serve=True)
+    if mesh.serves_only:
+        headers = [mesh.link.next_call() for _ in range(2)]
+        sizes = []
+
+        def receive():
+            sizes.extend(value.nbytes for _, value in IncomingStream(headers[1], mesh.link, mesh.device).items())
+
+        for _ in IncomingStream(headers[0], mesh.link, mesh.device).items():
+            pass
+        result = peak_of(receive), sizes
+    else:
+        learner = build_learner(run, mesh)
+        streams = [WeightStream(m, mesh, mesh.link.serving) for m in (learner.draft.parts, learner.runner.parts)]
+        for stream in streams:
+            mesh.link.call(stream.headers)
+        streams[0].send(mesh.link)
+        result = peak_of(lambda: streams[1].send(mesh.link)), []
+    close_mesh(mesh)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MeshConfig(pp=2), MeshConfig(dp=2)], ids=["pp2+1", "dp2+1"])
+def test_one_tensor_at_a_time_to_ranks_that_serve(ranks, mesh):
+    results = ranks.run(3, measure_sending, topology.config(mesh, **SIZES), 1, timeout_s=300, join=False)
+    sizes = results[-1][1]
+    assert sum(sizes) > 120 * MIB
+    for rank, (peak, _) in enumerate(results):
+        print(f"rank {rank}: {peak / MIB:.0f} MiB, the largest tensor {max(sizes) / MIB:.0f} MiB")
+        assert peak <= max(sizes) + 64 * MIB, f"rank {rank}"

@@ -193,20 +193,31 @@ getattr(loop, f"run_{kind}")(config)
 """
 
 
+def newest(folder):
+    return max((int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*")), default=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, steps, kills", [("sft", 60, 20), ("rl", 20, 20)])
 def test_kill_at_random_moments(tmp_path, kind, steps, kills):
-    """SIGKILL at random moments, every second one as soon as a save is seen to be under way; then to the end."""
+    """SIGKILL at random moments, every second one as soon as a save is seen to be under way; then to the end.
+
+    A run gets a share of the steps between two kills and no more, however fast the machine is.
+    """
     config, run = RUNS[kind]
     killed, alone = tmp_path / "killed", tmp_path / "alone"
     run(config(alone, every=1, steps=steps))
     rng, in_save = random.Random(0), 0
     command = [sys.executable, "-c", _CHILD, kind, str(killed), str(steps), *sys.path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    total = newest(alone)
     for kill in range(kills):
+        enough = total * (kill + 1) // (kills + 4)
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
             child.stdout.readline()
-            time.sleep(rng.uniform(0.2, 1.5))
+            moment = time.monotonic() + rng.uniform(0.2, 1.5)
+            while time.monotonic() < moment and newest(killed) < enough:
+                time.sleep(0.001)
             while kill % 2 and child.poll() is None and not any((killed / "checkpoints").glob(".writing-*")):
                 time.sleep(0.001)
             time.sleep(rng.uniform(0.0, 0.05))

@@ -1,11 +1,16 @@
 """Runs with ranks that serve only, on processes that join as torchrun's do."""
 
-from cospec.train import loop, rollouts, serving
+import torch
+
+from cospec.train import loop, serving
 from support.mesh_runs import tensor_hash
 
 
 def run_rl_on(rank, config):
-    """Run RL; after each refit the hashes of every tensor, those of the trainer or of this rank's engine."""
+    """Run RL and return, for each refit, (version, hash of every tensor by (name, dtype)).
+
+    A rank that trains gives its own weights, in the dtypes that an engine may have; one that serves its engine's.
+    """
     hashes = []
     report, loop.write_report = loop.write_report, lambda *args, **kw: "no report"
     refit, serving_refit = loop.refit, serving._refit
@@ -13,13 +18,13 @@ def run_rl_on(rank, config):
     def refit_and_hash(engine, learner, version, **kw):
         refit(engine, learner, version, **kw)
         trained = {"policy": learner.runner.full_state(), "draft": learner.draft.full_state()}
-        hashes.append((version, {f"{part}.{k}": tensor_hash(v) for part, s in trained.items() for k, v in s.items()}))
+        hashes.append((version, {**hash_all(trained), **hash_all(trained, torch.bfloat16)}))
 
     def take_and_hash(engine, call, *args):
         serving_refit(engine, call, *args)
-        served = {"policy": engine.policy.state_dict(), "draft": engine.draft.state_dict()}
-        found = {f"{part}.{k}": tensor_hash(v) for part, s in served.items() for k, v in s.items()}
-        hashes.append((call.version, found))
+        hashes.append(
+            (call.version, hash_all({"policy": engine.policy.state_dict(), "draft": engine.draft.state_dict()}))
+        )
 
     loop.refit, serving._refit = refit_and_hash, take_and_hash
     try:
@@ -27,3 +32,12 @@ def run_rl_on(rank, config):
     finally:
         loop.refit, serving._refit, loop.write_report = refit, serving_refit, report
     return hashes
+
+
+def hash_all(states, dtype=None):
+    found = {}
+    for part, state in states.items():
+        for name, value in state.items():
+            value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            found[f"{part}.{name}", value.dtype] = tensor_hash(value)
+    return found
