@@ -194,6 +194,10 @@ class MeshConfig:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
+    """Ranks that share the experts of a mixture, each with a part of them; tokens travel to their
+    experts. Not a further axis but another view of dp x cp: it must divide dp * cp, and the
+    number of experts. The rest of the policy is sharded over dp x cp as without it."""
     serve: int = 0
     """Ranks beyond those that train, the last ones of the world: they only generate. They need no
     memory for training, and the others none for an engine; each waits while the other works."""
@@ -375,11 +379,14 @@ def check(config: RunConfig) -> None:
     c = config
     require(c.output_dir != "", "output_dir", c.output_dir, "must name a folder")
     require(-(2**63) <= c.seed < 2**63, "seed", c.seed, "must be a signed integer of 64 bits")
-    _at_least(1, "mesh", c.mesh, "pp", "dp", "cp")
+    _at_least(1, "mesh", c.mesh, "pp", "dp", "cp", "ep")
     _at_least(0, "mesh", c.mesh, "serve")
     if c.mesh.pp > 1:
         _check_pipeline(c)
     p = c.policy
+    check_expert_ranks(c.mesh)
+    if p.hf_path is None and p.flavor is None:
+        check_expert_parts(c.mesh.ep, p.num_experts if p.model_type == "qwen3_moe" else 0)
     if p.hf_path is None and p.flavor is None:
         _at_least(1, "policy", p, "vocab_size", "hidden_size", "num_hidden_layers")
         _at_least(1, "policy", p, "num_attention_heads", "num_key_value_heads")
@@ -443,6 +450,20 @@ def _check_optim(name: str, optim: OptimConfig) -> None:
     require(optim.clip_norm > 0, f"{name}.clip_norm", optim.clip_norm, "must be > 0 (a large number switches it off)")
     require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
     _at_least(0, name, optim, "warmup_steps", "decay_steps")
+
+
+def check_expert_ranks(mesh: MeshConfig) -> None:
+    """Raises ConfigError unless mesh.ep divides the ranks of a pipeline stage."""
+    ranks = mesh.dp * mesh.cp
+    rule = f"must be >= 1 and divide mesh.dp * mesh.cp = {ranks}: those ranks share the experts"
+    require(mesh.ep >= 1 and ranks % mesh.ep == 0, "mesh.ep", mesh.ep, rule)
+
+
+def check_expert_parts(ep: int, num_experts: int) -> None:
+    """Raises ConfigError unless `ep` ranks can share out the experts of a policy; a dense one has 0."""
+    require(ep == 1 or num_experts > 0, "mesh.ep", ep, "must be 1: the policy is dense, it has no experts to share out")
+    rule = f"must divide the policy's {num_experts} experts: each rank holds as many"
+    require(num_experts % ep == 0, "mesh.ep", ep, rule)
 
 
 def _check_engine_ranks(c: RunConfig) -> None:

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-from cospec.config import MeshConfig, require
+from cospec.config import MeshConfig, check_expert_ranks, require
 from cospec.link import Link
 
 AXES = ("pp", "dp", "cp")
+EXPERT_AXES = ("efsdp", "ep")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Mesh:
     """Seconds that an operation of any of its process groups waits for a peer."""
     link: Link | None = None
     """Between the ranks that train and those that only serve; None where there are none of these."""
+    ep_size: int = 1
+    """Ranks of dp x cp that share the experts of a mixture."""
 
     def size(self, axis: str) -> int:
         return 1 if self.device_mesh is None else self.device_mesh[axis].size()
@@ -109,6 +112,16 @@ class Mesh:
             return None
         return self.device_mesh["dp", "cp"]._flatten("fsdp", backend_override=_backend(self.device, self.timeout_s))
 
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The ranks of `fsdp_mesh` with axes efsdp x ep: neighbours share the experts, and each part of them is
+        sharded over efsdp. None without expert parallelism."""
+        if self.shard_mesh is None or self.ep_size == 1:
+            return None
+        sizes = (self.shard_mesh.size() // self.ep_size, self.ep_size)
+        backends: dict[str, Any] = {axis: _backend(self.device, self.timeout_s) for axis in EXPERT_AXES}
+        return self.shard_mesh._unflatten(0, sizes, EXPERT_AXES, backend_override=backends)
+
     @property
     def fsdp_group(self) -> dist.ProcessGroup | None:
         return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
@@ -152,11 +165,13 @@ def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 3
 
     can_serve: the caller has work for ranks that only serve, and looks at `Mesh.serves_only`.
 
-    Raises ConfigError when an axis is below 1 or pp * dp * cp + serve is not the number of ranks.
+    Raises ConfigError when an axis is below 1, pp * dp * cp + serve is not the number of ranks, or ep does not
+    divide dp * cp.
     """
     for axis in AXES:
         size = getattr(config, axis)
         require(size >= 1, f"mesh.{axis}", size, "must be >= 1")
+    check_expert_ranks(config)
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     require(config.serve >= 0, "mesh.serve", config.serve, "must be >= 0")
     require(can_serve or not config.serve, "mesh.serve", config.serve, "must be 0: there is nothing to generate here")
@@ -182,7 +197,7 @@ def build_mesh(config: MeshConfig, *, device: str = "auto", timeout_s: float = 3
     backends: dict[int | str, Any] = {axis: _backend(chosen, timeout_s) for axis in AXES}
     sizes = tuple(getattr(config, axis) for axis in AXES)
     device_mesh = init_device_mesh(chosen.type, sizes, mesh_dim_names=AXES, backend_override=backends)
-    return Mesh(chosen, device_mesh, timeout_s, link)
+    return Mesh(chosen, device_mesh, timeout_s, link, config.ep)
 
 
 def _meet(timeout_s: float) -> tuple[dist.Store, int, int]:

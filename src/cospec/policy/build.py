@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 
 from cospec import titan
-from cospec.config import PolicyConfig
+from cospec.config import PolicyConfig, check_expert_parts
 from cospec.mesh import Mesh
 from cospec.policy.weights import load_hf
 from cospec.titan import head_weight as head_weight  # part of this module's interface
@@ -34,7 +38,9 @@ def build_policy(
     normed final hidden state; `titan.head_weight(policy)` is the head.
 
     Sharding: FSDP2 over the mesh's dp x cp, each block a group of its own and embeddings,
-    final norm and head the root group, which stays unsharded from forward to backward.
+    final norm and head the root group, which stays unsharded from forward to backward. With
+    `mesh.ep` a mixture's experts are spread by expert over ep ranks, and each part is sharded
+    over the ranks that have the same.
     Gradients are *summed* over the ranks: losses carry the global normalisation.
     Numerics: parameters and gradients are float32; `dtype` is the compute dtype (float64
     makes parameters float64 too). bfloat16 always goes through FSDP2's mixed precision,
@@ -49,13 +55,16 @@ def build_policy(
             values that the whole policy has there.
         activation_checkpoint: recompute every block in backward.
 
-    Raises ConfigError for sizes that do not fit.
+    Raises ConfigError for sizes that do not fit, and when `mesh.ep` cannot share out the experts.
     """
     device = torch.device(device or (mesh.device if mesh is not None else "cpu"))
     spec = titan.build_config(cfg) if isinstance(cfg, PolicyConfig) else titan.with_packed_attention(cfg)
+    expert_mesh = mesh.expert_mesh if mesh is not None else None
+    check_expert_parts(mesh.ep_size if mesh is not None else 1, titan.num_experts(spec))
     storage = torch.float64 if dtype == torch.float64 else torch.float32
     model = titan.build_meta(spec, dtype=storage)
     titan.cut_stage(model, stage, num_stages)
+    experts = titan.spread_experts(model, expert_mesh["ep"]) if expert_mesh is not None else set()
     if activation_checkpoint:
         for name, block in model.layers.items():
             model.layers[name] = checkpoint_wrapper(block)  # names in state dicts stay
@@ -63,7 +72,8 @@ def build_policy(
     if fsdp_mesh is None and dtype != storage:
         fsdp_mesh = (mesh.shard_mesh if mesh is not None else None) or _mesh_of_one(device)
     if fsdp_mesh is not None:
-        shard(model, fsdp_mesh, dtype, reshard_after_forward=num_stages == 1)
+        efsdp = expert_mesh["efsdp"] if expert_mesh is not None else None
+        shard(model, fsdp_mesh, dtype, reshard_after_forward=num_stages == 1, experts=experts, expert_mesh=efsdp)
     titan.materialise(model, device)
     model.compute_dtype = dtype
     if isinstance(cfg, PolicyConfig) and cfg.hf_path is not None:
@@ -73,20 +83,49 @@ def build_policy(
     return model
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool = True) -> None:
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    reshard_after_forward: bool = True,
+    experts: Collection[nn.Parameter] = (),
+    expert_mesh: DeviceMesh | None = None,
+) -> None:
     """Apply FSDP2 in place: each entry of `model.layers`, then the rest as the root group.
 
     reshard_after_forward: False keeps blocks gathered until backward, which saves a pipeline
-    one gather per microbatch.
+        one gather per microbatch.
+    experts: parameters that are sharded over `expert_mesh` instead of `mesh`.
     """
+    place = None
+    if expert_mesh is not None:
+        place = partial(_place_experts, experts=experts, mesh=FSDPMeshInfo(expert_mesh, shard_mesh_dim=0))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     for block in model.layers.values():
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=place,
+        )
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
+
+
+def _place_experts(
+    parameter: nn.Parameter, *, experts: Collection[nn.Parameter], mesh: FSDPMeshInfo
+) -> ShardPlacementResult | None:
+    """Experts [E, ., .] are cut by expert where there is one for every rank at least, else inside of each."""
+    if parameter not in experts:
+        return None
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    few = mesh.shard_mesh_size > local.shape[0] and local.shape[1] % mesh.shard_mesh_size == 0
+    return ShardPlacementResult(Shard(1 if few else 0), mesh)
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

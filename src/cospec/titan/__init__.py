@@ -16,6 +16,7 @@ from cospec.titan.model import (
     materialise,
     plain_name,
     skip_lm_head,
+    spread_experts,
     stage_layers,
 )
 from cospec.titan.modules import PackedAttention
@@ -25,6 +26,7 @@ from cospec.titan.spec import (
     build_config,
     hf_adapter,
     hf_config,
+    num_experts,
     policy_config,
     policy_config_from_hf,
     rope_settings,
@@ -45,12 +47,14 @@ __all__ = [
     "hf_config",
     "init_parameters",
     "materialise",
+    "num_experts",
     "plain_name",
     "policy_config",
     "policy_config_from_hf",
     "rope_settings",
     "set_device",
     "skip_lm_head",
+    "spread_experts",
     "stage_layers",
     "with_packed_attention",
 ]

@@ -30,6 +30,11 @@ def set_device(device: torch.device) -> None:
 
 if not torch.cuda.is_available():
     set_device(torch.device("cpu"))  # before torchtitan's models are imported: they read it once
+from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
+
+set_spmd_backend("partial_dtensor")  # shards are plain DTensors; its own meshes and their types are not set up
 logging.getLogger("torchtitan").setLevel(logging.WARNING)
+# Experts are gathered over one axis of ranks, then the other; torch warns of the order of sums, and there is none.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # Its router asks for a float32 autocast, which the CPU has no need of.
 warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.rope import RoPE
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 from torchtitan.protocols.module import Module
 
 from cospec.config import require
@@ -89,6 +92,29 @@ def cut_stage(model: Decoder, stage: int, num_stages: int) -> None:
     if stage < num_stages - 1:
         model.norm = None
         model.lm_head = None
+
+
+def spread_experts(model: Decoder, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Leave this rank its part of the experts of every mixture, by expert over the one axis of `mesh`, in place.
+
+    For a model of `build_meta`. torchtitan's dispatcher then takes each token to the ranks of its
+    experts and back (all-to-all). Returns the experts' parameters, DTensors on `mesh`.
+    Raises ValueError for a spec whose dispatcher knows no ranks.
+    """
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        if not isinstance(module, RoutedExperts):
+            continue
+        if not isinstance(module.token_dispatcher, BaseEPTokenDispatcher):
+            kind = type(module.token_dispatcher).__name__
+            raise ValueError(f"mesh.ep: the policy's experts have a {kind}; use torchtitan's AllToAllTokenDispatcher")
+        for name, parameter in list(module.inner_experts.named_parameters()):
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            module.inner_experts.register_parameter(name, part)
+            found.add(part)
+        module.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    return found
 
 
 def skip_lm_head(model: Decoder, skip: bool = True) -> None:

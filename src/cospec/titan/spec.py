@@ -169,6 +169,12 @@ def _check_sizes(cfg: PolicyConfig) -> None:
         )
 
 
+def num_experts(config: DecoderConfig) -> int:
+    """Experts of a mixture; 0 for a dense policy."""
+    counts = {layer.moe.num_experts for layer in config.layers if getattr(layer, "moe", None) is not None}
+    return math.gcd(*counts)
+
+
 def _flavor_config(flavor: str) -> DecoderConfig:
     families = {"qwen3": qwen3.qwen3_configs, "llama3": llama3.llama3_configs}
     family, _, name = flavor.partition("/")
