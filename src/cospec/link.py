@@ -62,9 +62,11 @@ class Link:
             if rank in members:
                 self._weights[stage] = self._group(f"stage-{stage}", members, device)
         self._closed = threading.Event()
+        own: Any = store
+        # Its own connection to the store: the main thread may hold the other one.
+        self._heart = threading.Thread(target=self._beat, args=(own.clone(),), daemon=True)
         if rank == 0:
-            own: Any = store  # a connection of its own: the main thread may hold the other one
-            threading.Thread(target=self._beat, args=(own.clone(),), daemon=True).start()
+            self._heart.start()
 
     @property
     def serves(self) -> bool:
@@ -79,6 +81,7 @@ class Link:
         """Instead of a call: the run does not begin, or go on, because of bad input. Rank 0's word counts."""
         with suppress(Exception):
             self._announce(text)
+        self._stop()
 
     def _announce(self, text: str) -> None:
         if self.rank == 0:
@@ -132,8 +135,13 @@ class Link:
 
     def close(self) -> None:
         """Leave together."""
-        self._closed.set()
+        self._stop()
         self._everyone.barrier().wait()
+
+    def _stop(self) -> None:
+        self._closed.set()
+        if self._heart.is_alive():
+            self._heart.join()
 
     def _group(self, name: str, members: Sequence[int], device: torch.device) -> Any:
         store = dist.PrefixStore(f"cospec/link/{name}", self._store)

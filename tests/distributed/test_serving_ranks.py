@@ -84,6 +84,24 @@ def test_engines_in_bfloat16(ranks, tmp_path):
     assert_refitted(served, trained, dtype=torch.bfloat16)
 
 
+def needy(folder):
+    config = mesh_runs.rl(folder, (1, 1, 1, 1), engine="vllm")
+    return replace(config, train=replace(config.train, steps=1), eval=replace(config.eval, static_control=False))
+
+
+def test_an_engine_that_is_built_from_weights(ranks, tmp_path):
+    trained, served = ranks.run(2, serve_runs.run_rl_on_needy_engines, needy(tmp_path), False, join=False)
+    assert trained == served
+    assert len(served[0]) > 50
+
+
+def test_an_engine_that_cannot_be_built(ranks, tmp_path):
+    """A refusal on all ranks, with the same words."""
+    trainer, server = ranks.run(2, serve_runs.run_rl_on_needy_engines, needy(tmp_path), True, join=False)
+    assert trainer == "EngineError: rank 1, which serves: self-test failed"
+    assert server == "Refused: rank 1, which serves: self-test failed"
+
+
 @pytest.mark.parametrize(
     "mesh, serving, message",
     [

@@ -2,7 +2,11 @@
 
 import torch
 
-from cospec.train import loop, serving
+from cospec import mesh
+from cospec.link import Refused
+from cospec.rollout.engine import EngineError
+from cospec.rollout.native import NativeEngine
+from cospec.train import loop, rollouts, serving
 from support.mesh_runs import tensor_hash
 
 
@@ -41,3 +45,28 @@ def hash_all(states, dtype=None):
             value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
             found[f"{part}.{name}", value.dtype] = tensor_hash(value)
     return found
+
+
+def run_rl_on_needy_engines(rank, config, refuses):
+    """An engine that is built from weights, as vLLM is: was it given all of them? Or what the run ended with."""
+    given = []
+
+    def build(config, spec, policy_state, draft, draft_state, *, max_prompt):
+        if refuses:
+            raise EngineError("self-test failed")
+        engine = rollouts._native_engine(config, spec, draft, torch.device("cpu"), max_prompt=max_prompt)
+        assert isinstance(engine, NativeEngine)
+        engine.refit(policy_state, draft_state, 0)  # checks names and shapes
+        given.append(sorted(hash_all({"policy": policy_state, "draft": draft_state}).values()))
+        return engine
+
+    kept = rollouts._vllm_engine, loop.check_engine
+    rollouts._vllm_engine, loop.check_engine = build, lambda config: None
+    try:
+        trained = run_rl_on(rank, config)
+        return given or [sorted(h for (_, dtype), h in trained[0][1].items() if dtype != torch.bfloat16)]
+    except (EngineError, Refused) as error:
+        mesh._JOB.clear()  # this process lives on
+        return f"{type(error).__name__}: {error}"
+    finally:
+        rollouts._vllm_engine, loop.check_engine = kept
