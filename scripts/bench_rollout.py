@@ -69,7 +69,7 @@ def main() -> None:
         config = RunConfig(
             output_dir=folder,
             policy=PolicyConfig(
-                vocab_size=task.tokenizer.vocab_size,
+                vocab_size=task.vocab_size,
                 num_hidden_layers=args.layers,
                 hidden_size=args.hidden,
                 intermediate_size=3 * args.hidden,

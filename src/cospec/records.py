@@ -194,3 +194,8 @@ class StepStats:
     draft_top1: tuple[float, ...] = ()
     draft_simulated_acceptance_length: float = float("nan")
     draft_skipped: bool = False
+    policy_skipped: bool = False
+
+
+class Diverged(RuntimeError):
+    """A model's figures are no longer finite and do not become so again."""

@@ -133,6 +133,8 @@ def test_the_newest_n_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
     assert newest_good(tmp_path).name == "step-00000010"
     assert newest_good(tmp_path / "nothing") is None
+    _save_alone(tmp_path, 11, keep=None)  # while updates are skipped, older ones may be the last good ones
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_same_step_can_be_saved_again(tmp_path):

@@ -3,12 +3,19 @@
 import json
 import re
 import runpy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from cospec.config import ConfigError, PolicyConfig
+from cospec.rl.tasks import CountBits
 from cospec.train import loop
 from cospec.train.cli import main
+from cospec.train.loop import run_rl
+from cospec.train.metrics import read_rows
+from support.offline_case import save_policy
+from support.tiny_runs import tiny_rl
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -73,3 +80,31 @@ def test_every_field_of_a_row_is_documented(tmp_path):
         for field in row:
             shown = re.sub(r"_pass_\d+$", "_pass_k", field)
             assert f"`{shown}`" in text or field.startswith("acceptance_length_"), field
+
+
+@dataclass(frozen=True)
+class MoreTokens(CountBits):
+    """A task of a user's own: a larger vocabulary, and one point for every response."""
+
+    vocab_size = 120
+
+    def reward(self, prompt, token_ids):
+        return 1.0
+
+
+def test_rl_on_a_task_of_your_own(tmp_path):
+    run_rl(tiny_rl(tmp_path / "run", steps=2), MoreTokens())
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["reward_mean"] for row in rows] == [1.0, 1.0]
+    assert all(row["policy_kl_rollout"] < 1e-2 and row["policy_truncated_fraction"] == 0 for row in rows)
+    manifest = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/checkpoint.json")).read_text())
+    assert manifest["definition"]["policy"]["vocab_size"] == 120
+
+
+def test_a_task_with_more_tokens_than_the_policy_is_refused(tmp_path):
+    config = tiny_rl(tmp_path / "run")
+    save_policy(tmp_path / "policy")
+    config = replace(config, policy=PolicyConfig(hf_path=str(tmp_path / "policy")))
+    with pytest.raises(ConfigError, match=r"policy.vocab_size=\d+: .* at least 120: the task's vocabulary"):
+        run_rl(config, MoreTokens())
+    assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ import torch
 
 from cospec.config import DraftConfig, OptimConfig, PolicyConfig, RunConfig, TrainConfig
 from cospec.mesh import Mesh
-from cospec.records import Document
+from cospec.records import Diverged, Document
 from cospec.train.setup import build_learner
 from cospec.train.step import LossRows, cotrain_step, next_token_loss, policy_logprobs
 
@@ -102,6 +102,35 @@ def test_rows_do_not_change_losses(row_tokens):
         assert getattr(packed, field) == pytest.approx(getattr(reference, field), rel=1e-5), field
 
 
+def test_a_policy_that_stays_non_finite_ends_the_run():
+    """A skipped update is reported; ten in a row mean that the weights are lost, not one batch."""
+    side = learner(config())
+    broken = next(iter(side.runner.policy.parameters()))
+    healthy = broken.detach().clone()
+    for step in range(9):
+        broken.data.fill_(float("nan"))
+        assert cotrain_step(side, documents(2), step=step).policy_skipped
+    broken.data.copy_(healthy)
+    assert not cotrain_step(side, documents(2), step=9).policy_skipped
+    broken.data.fill_(float("nan"))
+    for step in range(10, 19):
+        cotrain_step(side, documents(2), step=step)
+    with pytest.raises(Diverged, match=r"policy's loss .* last 10 steps \(up to step 19\)"):
+        cotrain_step(side, documents(2), step=19)
+
+
+def test_documents_too_short_for_the_draft():
+    """Two tokens make no pair: the draft has no loss, keeps its weights, and nothing was skipped for a fault."""
+    side = learner(config())
+    cotrain_step(side, documents(2), step=0)  # momentum that a step on zero gradients would follow
+    before = {name: value.clone() for name, value in side.draft.model.named_parameters()}
+    stats = cotrain_step(side, documents(3, lengths=(2, 2, 1)), step=1)
+    assert math.isnan(stats.draft_loss)
+    assert not stats.draft_skipped
+    assert math.isfinite(stats.policy_loss)
+    assert all(torch.equal(value, before[name]) for name, value in side.draft.model.named_parameters())
+
+
 def test_non_finite_draft_skips_its_update_only():
     """Known failure 28's kind: the policy goes on, the draft's weights stay, and the step says so."""
     side, healthy = learner(config()), learner(config())
@@ -133,7 +162,7 @@ def test_a_step_without_supervised_tokens_changes_nothing_finite():
     stats = cotrain_step(side, silent, step=0)
     assert stats.policy_loss == 0.0
     assert stats.policy_grad_norm == 0.0
-    assert stats.draft_loss == 0.0
+    assert math.isnan(stats.draft_loss)  # no pair, no loss
 
 
 def test_old_logprobs_line_up_with_the_rows_of_the_step():

@@ -92,6 +92,10 @@ def sft_loss(logp_T: Tensor, *, normaliser: float = 1.0) -> Tensor:
     return -logp_T.sum() / normaliser
 
 
+METRICS = ("policy_clip_fraction", "policy_truncated_fraction", "policy_kl_rollout")
+"""What `policy_metrics` counts, as shares of the supervised rows or means over them."""
+
+
 def policy_metrics(
     logp_T: Tensor,
     advantages_T: Tensor,
@@ -101,8 +105,10 @@ def policy_metrics(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     importance_cap: float = 2.0,
-) -> dict[str, float]:
-    """Sums over the rows (divide by the global number of rows): clipped, truncated, k3 KL to the rollout policy.
+) -> Tensor:
+    """float64 [4]: sums over the rows of METRICS (clipped, truncated, k3 KL to the rollout policy), and their number.
+
+    Sums of ranks and microbatches add up; divide by the last only then.
 
     A row is clipped where the clip stops its gradient: the ratio beyond the upper bound
     with a positive advantage, beyond the lower one with a negative.
@@ -113,11 +119,9 @@ def policy_metrics(
         clipped_T = ((ratio_T > 1 + clip_high) & (advantages_T > 0)) | ((ratio_T < 1 - clip_low) & (advantages_T < 0))
         truncated_T = (old_logp_T - rollout_logp_T).exp() > importance_cap
         difference_T = rollout_logp_T - logp_T
-        return {
-            "clipped": clipped_T.sum().item(),
-            "truncated": truncated_T.sum().item(),
-            "kl_rollout": (difference_T.expm1() - difference_T).double().sum().item(),
-        }
+        kl_T = difference_T.expm1() - difference_T
+        counted = torch.stack([clipped_T, truncated_T, kl_T, torch.ones_like(kl_T)])
+        return counted.to(torch.float64).sum(1)
 
 
 def _check(logp_T: Tensor, normaliser: float, **others: Tensor) -> None:

@@ -54,9 +54,10 @@ class Prompt:
 
 
 class Task(Protocol):
-    """What the training loop needs of a task."""
+    """What the training loop needs of a task; `run_rl(config, task)` takes one of your own."""
 
-    tokenizer: CharTokenizer
+    vocab_size: int
+    """Tokens are 0..vocab_size - 1; a policy made from sizes gets this vocabulary, another must hold it."""
     stop_token_id: int
 
     @property
@@ -112,6 +113,7 @@ class CountBits:
     filler: float = 0.25
 
     tokenizer = CharTokenizer()
+    vocab_size = CharTokenizer.vocab_size
     stop_token_id = CharTokenizer.stop_id
     _fillers = "~^_|"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from cospec.records import Rollout
+from cospec.records import Diverged, Rollout
 
 
 @dataclass
@@ -38,8 +38,9 @@ class Sequence:
         """Append verified tokens up to the first stop token; returns how many were taken."""
         taken = next((i + 1 for i, t in enumerate(tokens) if t in stops), len(tokens))
         if any(math.isnan(x) for x in logp[:taken]):
-            raise RuntimeError(
-                f"prompts[{self.index}]: the policy's logits at position {self.position} or just after are not finite"
+            raise Diverged(
+                f"prompts[{self.index}]: the policy's logits at position {self.position} or just after are not finite: "
+                "its weights have diverged"
             )
         self.tokens += tokens[:taken]
         self.logp += logp[:taken]

@@ -49,9 +49,9 @@ def save(
     *,
     progress: Mapping[str, Any],
     definition: Mapping[str, Any],
-    keep: int = 2,
+    keep: int | None = 2,
 ) -> Path:
-    """Write `folder/step-XXXXXXXX` and drop all but the newest `keep` good ones.
+    """Write `folder/step-XXXXXXXX` and drop all but the newest `keep` good ones (None: drop none).
 
     Args:
         step: optimization steps done.
@@ -89,7 +89,8 @@ def save(
         temporary.rename(final)
         fsync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        _prune(folder, keep)
+        if keep is not None:
+            _prune(folder, keep)
 
     writer = SafetensorsWriter(temporary)
     what = f"cannot save checkpoint {final}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import tyro
 
 from cospec.config import RunConfig, check
+from cospec.records import Diverged
 from cospec.train.faults import REFUSALS, RankFault, leave
 
 
@@ -16,7 +17,7 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
 
     Unknown flags, wrong types and impossible values end with one message and exit code 2,
     before anything is written; so does a checkpoint or a feature store that cannot be written or read.
-    A rank that fails or dies ends all, with one message and exit code 1.
+    A rank that fails or dies ends all, with one message and exit code 1; so does a model that diverged.
     """
     config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
     try:
@@ -25,5 +26,8 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     except RankFault as fault:
         leave(fault)

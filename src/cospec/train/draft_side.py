@@ -109,15 +109,17 @@ class DraftSide:
 
         All ranks call together: a shell adds `no_sums` and learns the figures.
         A non-finite loss or norm skips the update and is reported: the policy's goes on.
+        Without a pair that counts there is no loss (NaN) and nothing to learn from.
         """
         figures = self.figures(sums, coef_K)
         loss = figures["draft_loss"]
         norm = global_norm(self.optim.params, self.mesh)
+        counted = bool((coef_K > 0).any())
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             clip_(self.optim.params, norm, self.optim.config.clip_norm)
             self.optim.step(step)
-        return {**figures, "draft_grad_norm": norm, "draft_skipped": not finite}
+        return {**figures, "draft_grad_norm": norm, "draft_skipped": counted and not finite}
 
     def figures(self, sums: Tensor, coef_K: Tensor | None = None) -> dict:
         """The mesh-wide figures of summed rows. coef_K: as trained with; None takes the counts of these rows."""
@@ -128,7 +130,7 @@ class DraftSide:
         if coef_K is None:
             coef_K = pass_coefficients(count, self.config.draft.pass_decay)
         return {
-            "draft_loss": (coef_K.cpu().double() * loss_sum).sum().item(),
+            "draft_loss": (coef_K.cpu().double() * loss_sum).sum().item() if (count > 0).any() else float("nan"),
             "draft_acceptance": tuple((alpha / count).tolist()),
             "draft_top1": tuple((top1 / count).tolist()),
             "draft_simulated_acceptance_length": length_sum / length_count if length_count else float("nan"),

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from cospec.config import ConfigError, RunConfig, require
 from cospec.data.source import DocumentStream, read_jsonl, synthetic_documents
-from cospec.records import Document, StepStats
-from cospec.rl.grpo import policy_loss
+from cospec.records import Document
+from cospec.rl.grpo import METRICS, policy_loss, policy_metrics
 from cospec.rl.tasks import Task, make_task
 from cospec.train.evaluate import Evaluator
 from cospec.train.faults import doing
@@ -41,22 +45,30 @@ from cospec.train.step import Learner, LossRows, cotrain_step, policy_logprobs
 WARM_POLICY, WARM_DRAFT, RUN = "warm start, policy", "warm start, draft", "steps"
 
 
-def run_rl(config: RunConfig) -> None:
-    """Speculative RL rollouts, policy step, draft co-training and refit on one mesh."""
-    task = make_task(config.rl.task, seed=config.seed)
-    config = replace(config, policy=replace(config.policy, vocab_size=task.tokenizer.vocab_size))
-    longest = _check_lengths(config, task)
+def run_rl(config: RunConfig, task: Task | None = None) -> None:
+    """Speculative RL rollouts, policy step, draft co-training and refit on one mesh.
+
+    task: one of your own, instead of the one that `rl.task` names; on every rank the same.
+    """
+    name = config.rl.task if task is None else type(task).__name__
+    task = make_task(config.rl.task, seed=config.seed) if task is None else task
+    config = replace(config, policy=replace(config.policy, vocab_size=task.vocab_size))
+    limits = {"longest": _check_lengths(config, task), "vocab_size": task.vocab_size}
     check_engine(config)
     task.eval_prompts(config.eval.prompts)  # raises before the warm start, not after it
     rl = config.rl
-    data = {"task": rl.task, "prompts_per_step": rl.prompts_per_step, "samples_per_prompt": rl.samples_per_prompt}
+    data = {
+        "task": name,
+        "prompts_per_step": rl.prompts_per_step,
+        "samples_per_prompt": rl.samples_per_prompt,
+    }
     phases = (WARM_POLICY, WARM_DRAFT, RUN)
     with ExitStack() as stack:
         mesh = stack.enter_context(open_mesh(config, can_serve=True))
         if mesh.serves_only:
             serve(mesh, partial(build_served_engine, config, mesh.device))
             return
-        run = open_run(config, mesh, data=data, phases=phases, longest=longest)
+        run = open_run(config, mesh, data=data, phases=phases, **limits)
         learner, saves, log = stack.enter_context(run)
         warm_start(learner, task, log, saves)
         serving = serving_ranks(config, mesh)
@@ -79,11 +91,11 @@ def run_rl(config: RunConfig) -> None:
             scored = roll_out(engine, task, prompts, params, mesh, first_sample=first * group, serving=serving)
             row = rollout_row(scored, time.perf_counter() - started)
             doing(f"training step {step}")
-            stats = rl_updates(learner, to_documents(scored, config), step)
+            row |= rl_updates(learner, to_documents(scored, config), step)
             doing(f"the refit after step {step}")
             begun = time.perf_counter()
             refit(engine, learner, version=step + 1)
-            log.step(step, row | step_row(stats) | {"refit_s": time.perf_counter() - begun})
+            log.step(step, row | {"refit_s": time.perf_counter() - begun})
             if step + 1 == steps or (config.eval.every and (step + 1) % config.eval.every == 0):
                 evaluator.run(step=step + 1)
             saves.step_done(RUN, step + 1, steps, learner, static_draft)
@@ -93,10 +105,11 @@ def run_rl(config: RunConfig) -> None:
             log.note(write_report(config.output_dir, rows=rows, evaluations=evaluations, speed=speed))
 
 
-def rl_updates(learner: Learner, documents: list[Document], step: int) -> StepStats:
-    """The optimizer steps on one batch of rollouts; the draft trains in the first."""
-    config = learner.config
-    loss = partial(grpo_rows_loss, config=config)
+def rl_updates(learner: Learner, documents: list[Document], step: int) -> dict[str, Any]:
+    """The optimizer steps on one batch of rollouts; the draft trains in the first. Returns their fields of a row."""
+    config, mesh = learner.config, learner.mesh
+    sums = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=mesh.device)
+    loss = partial(grpo_rows_loss, config=config, sums=sums)
     options = {"temperature": config.rollout.temperature, "draft_share": config.draft.share}
     old_logp = None
     if config.rl.updates_per_batch > 1:
@@ -104,21 +117,17 @@ def rl_updates(learner: Learner, documents: list[Document], step: int) -> StepSt
     stats = cotrain_step(learner, documents, step=step, policy_loss=loss, old_logp=old_logp, **options)
     for _ in range(config.rl.updates_per_batch - 1):
         cotrain_step(learner, documents, step=step, policy_loss=loss, old_logp=old_logp, train_draft=False, **options)
-    return stats
+    *totals, count = mesh.sum_all(sums).tolist()
+    return step_row(stats) | dict(zip(METRICS, [t / max(1.0, count) for t in totals], strict=True))
 
 
-def grpo_rows_loss(rows: LossRows, *, config: RunConfig):
+def grpo_rows_loss(rows: LossRows, *, config: RunConfig, sums: Tensor) -> Tensor:
+    """The clipped loss of the rows; adds their metrics to `sums`."""
     rl = config.rl
-    return policy_loss(
-        rows.logp,
-        rows.advantages,
-        rows.rollout_logp,
-        old_logp_T=rows.old_logp,
-        clip_low=rl.clip_low,
-        clip_high=rl.clip_high,
-        importance_cap=rl.importance_cap,
-        kl_coef=rl.kl_coef,
-    )
+    args = (rows.logp, rows.advantages, rows.rollout_logp)
+    bounds = {"clip_low": rl.clip_low, "clip_high": rl.clip_high, "importance_cap": rl.importance_cap}
+    sums += policy_metrics(*args, old_logp_T=rows.old_logp, **bounds)
+    return policy_loss(*args, old_logp_T=rows.old_logp, kl_coef=rl.kl_coef, **bounds)
 
 
 def warm_start(learner: Learner, task: Task, log: MetricsLog, saves: Checkpoints) -> None:

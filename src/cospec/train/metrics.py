@@ -5,7 +5,8 @@ mesh-wide before they come here (`reduce_sums`, `Mesh.sum`): nothing is reduced 
 
 Fields of a row of metrics.jsonl (null where a figure does not exist or is not finite):
     step, time_s (since the run or its resumption began), policy_version,
-    policy_loss, policy_grad_norm, draft_loss, draft_grad_norm, draft_skipped,
+    policy_loss, policy_grad_norm, policy_skipped, policy_clip_fraction, policy_truncated_fraction,
+    policy_kl_rollout (RL), draft_loss, draft_grad_norm, draft_skipped,
     draft_acceptance_pass_0.., draft_top1_pass_0.., draft_simulated_acceptance_length,
     reward_mean, rollout_acceptance_length, rollout_tokens_per_s,
     rollout_s, policy_s, draft_s, refit_s (seconds of the parts of the step).
@@ -148,6 +149,7 @@ def step_row(stats: StepStats) -> dict[str, Any]:
     row: dict[str, Any] = {
         "policy_loss": stats.policy_loss,
         "policy_grad_norm": stats.policy_grad_norm,
+        "policy_skipped": stats.policy_skipped,
         "draft_loss": stats.draft_loss,
         "draft_grad_norm": stats.draft_grad_norm,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from cospec.titan import build_config
 from cospec.train import checkpoint
 from cospec.train.draft_side import DraftSide, pass_coefficients
 from cospec.train.metrics import CHECKPOINTS, MetricsLog, check_run_folder, step_row
+from cospec.train.optim import Skips
 from cospec.train.setup import build_draft, open_mesh
 from cospec.train.state import Part
 
@@ -48,6 +49,7 @@ class OfflineLearner:
     ends: PolicyEnds
     draft: DraftSide
     bad: BadSamples
+    skips: Skips = field(default_factory=Skips)
 
     @property
     def info(self) -> FeatureInfo:
@@ -69,6 +71,7 @@ def offline_step(learner: OfflineLearner, rows: Sequence[FeatureRow], step: int)
         taps = row.taps(learner.info, learner.ends)
         sums.append(draft.forward_backward(row.batch, pairs_KS, taps, learner.ends.head_VD, coef_K))
     stats = draft.update(sum(sums, draft.no_sums()), coef_K, step)
+    learner.skips.see(stats["draft_skipped"], "draft", step)
     nan = float("nan")
     return StepStats(
         policy_loss=nan, policy_grad_norm=nan, policy_s=0.0, draft_s=time.perf_counter() - started, **stats
@@ -247,5 +250,5 @@ class Saves:
 
     def save(self, step: int) -> None:
         progress = {"bad": {str(i): reason for i, reason in self.learner.bad.reasons.items()}}
-        keep = self.config.checkpoint.keep
+        keep = None if self.learner.skips.in_a_row else self.config.checkpoint.keep
         checkpoint.save(self.folder, step, self._parts, progress=progress, definition=self.definition, keep=keep)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from cospec.config import OptimConfig
 from cospec.mesh import Mesh
+from cospec.records import Diverged
 
 # Muon orthogonalises a matrix as one linear map; tables of token vectors are not one.
 _TOKEN_TABLES = ("tok_embeddings", "embed_tokens", "lm_head")
@@ -73,6 +75,24 @@ class Optimizer:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * scale
             optimizer.step()
+
+
+@dataclass
+class Skips:
+    """Updates left out because a loss or a gradient norm was not finite: one is bad luck, many are the end."""
+
+    MOST = 10
+    in_a_row: int = 0
+
+    def see(self, skipped: bool, what: str, step: int) -> None:
+        """Raises Diverged at the last of MOST skipped updates in a row."""
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row >= self.MOST:
+            raise Diverged(
+                f"the {what}'s loss or gradient norm was not finite in the last {self.MOST} steps (up to step {step}) "
+                f"and no update was made. No checkpoint was dropped since: resume from one before them, with a "
+                f"lower {what}_optim.lr"
+            )
 
 
 def global_norm(params: Iterable[nn.Parameter], mesh: Mesh) -> float:

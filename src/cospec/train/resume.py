@@ -96,7 +96,7 @@ class Checkpoints:
             _parts(learner, static_draft),
             progress={"phase": phase, "phase_step": step},
             definition=self.definition,
-            keep=self.config.keep,
+            keep=None if learner.skips.in_a_row else self.config.keep,  # what is skipped now may be bad since long
         )
 
 

@@ -153,19 +153,29 @@ def build_draft(
 
 @contextmanager
 def open_run(
-    config: RunConfig, mesh: Mesh, *, data: Mapping[str, Any], phases: tuple[str, ...], longest: int = 0
+    config: RunConfig,
+    mesh: Mesh,
+    *,
+    data: Mapping[str, Any],
+    phases: tuple[str, ...],
+    longest: int = 0,
+    vocab_size: int = 0,
 ) -> Iterator[tuple[Learner, Checkpoints, MetricsLog]]:
     """Learner, checkpoints and record of a run; nothing is written before every setting was found to fit.
 
     Args:
         data, phases: see `Checkpoints`.
         longest: tokens of the longest sequence known beforehand; must fit the policy's positions.
+        vocab_size: of the data, where it is known beforehand; the policy must have as many tokens.
     """
     check_run_folder(config)
     learner = build_learner(config, mesh)
-    positions = learner.runner.parts[0].config.max_seq_len
+    spec = learner.runner.parts[0].config
+    positions = spec.max_seq_len
     rule = f"must be at least {longest}, the longest sequence in tokens"
     require(longest <= positions, "policy.max_position_embeddings", positions, rule)
+    rule = f"the policy has {spec.vocab_size} tokens, must be at least {vocab_size}: the task's vocabulary"
+    require(vocab_size <= spec.vocab_size, "policy.vocab_size", spec.vocab_size, rule)
     saves = Checkpoints(config, learner, data=data, phases=phases)
     with MetricsLog(config, rank=mesh.world_rank) as log:
         if config.checkpoint.resume:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from cospec.policy.runner import Runner
 from cospec.records import Batch, Document, StepStats, Taps
 from cospec.rl.grpo import sft_loss
 from cospec.train.draft_side import DraftSide, pass_coefficients
-from cospec.train.optim import Optimizer, clip_, global_norm
+from cospec.train.optim import Optimizer, Skips, clip_, global_norm
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Learner:
     runner: Runner
     policy_optim: Optimizer
     draft: DraftSide | None = None
+    skips: Skips = field(default_factory=Skips)
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,12 @@ def cotrain_step(
     runner.run([row.batch for row in rows], with_taps, on_hidden, on_taps, backward=train_policy)
 
     # 4. and 5. Norms, clips, updates: each its own.
-    policy_loss_value, policy_norm = float("nan"), float("nan")
+    policy_loss_value, policy_norm, policy_skipped = float("nan"), float("nan"), False
     if train_policy:
         policy_loss_value = mesh.sum_all(policy_total).item()
         policy_norm = global_norm(learner.policy_optim.params, mesh)
-        if math.isfinite(policy_norm) and math.isfinite(policy_loss_value):
+        policy_skipped = not (math.isfinite(policy_norm) and math.isfinite(policy_loss_value))
+        if not policy_skipped:
             clip_(learner.policy_optim.params, policy_norm, learner.policy_optim.config.clip_norm)
             learner.policy_optim.step(step)
     begun = _clock(mesh)
@@ -166,11 +168,16 @@ def cotrain_step(
     if mesh.pp_size > 1:  # the time of the ranks that have the draft, on the others too
         own = torch.tensor(draft_s if runner.last_stage else 0.0, dtype=torch.float64, device=mesh.device)
         draft_s = mesh.sum_all(own).item() / (mesh.dp_size * mesh.cp_size)
+    if train_policy:
+        learner.skips.see(policy_skipped, "policy", step)
+    else:
+        learner.skips.see(draft_stats.get("draft_skipped", False), "draft", step)
     return StepStats(
         policy_loss=policy_loss_value,
         policy_grad_norm=policy_norm,
         policy_s=ended - started - draft_s,
         draft_s=draft_s,
+        policy_skipped=policy_skipped,
         **draft_stats,
     )
 
