@@ -303,7 +303,8 @@ class DataConfig:
     """Documents of supervised co-training."""
 
     path: str | None = None
-    """jsonl with `input_ids` and optional `loss_mask`; None makes small synthetic documents."""
+    """jsonl with `input_ids` and optional `loss_mask`, or a folder of `datasets.save_to_disk` with these
+    columns; None makes small synthetic documents."""
     synthetic_documents: int = 256
 
 

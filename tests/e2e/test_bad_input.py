@@ -99,6 +99,8 @@ def test_documents(tmp_path, capsys, text, message):
 
 
 def test_a_document_file_that_is_not_there(tmp_path, capsys):
+    shown = refusal(tiny_sft(tmp_path / "run"), run_sft, ["--data.path", str(tmp_path)], capsys)
+    assert re.search(r"data.path=.*is no folder of datasets.save_to_disk", shown)
     shown = refusal(tiny_sft(tmp_path / "run"), run_sft, ["--data.path", "/nowhere.jsonl"], capsys)
     assert re.search(r"data.path='/nowhere.jsonl': .*No such file", shown)
     assert not (tmp_path / "run").exists()

@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
-from cospec.config import ConfigError, PolicyConfig
+from cospec.config import ConfigError, DataConfig, PolicyConfig
 from cospec.rl.tasks import CountBits
 from cospec.train import loop
 from cospec.train.cli import main
-from cospec.train.loop import run_rl
+from cospec.train.loop import run_rl, run_sft
 from cospec.train.metrics import read_rows
 from support.offline_case import save_policy
-from support.tiny_runs import tiny_rl
+from support.tiny_runs import tiny_rl, tiny_sft
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -108,3 +109,10 @@ def test_a_task_with_more_tokens_than_the_policy_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"policy.vocab_size=\d+: .* at least 120: the task's vocabulary"):
         run_rl(config, MoreTokens())
     assert not (tmp_path / "run").exists()
+
+
+def test_sft_on_a_folder_of_datasets(tmp_path):
+    rows = [{"input_ids": [1, 2, 3, 4, 5 + i], "loss_mask": [0, 0, 1, 1, 1]} for i in range(6)]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "data"))
+    run_sft(replace(tiny_sft(tmp_path / "run", steps=2), data=DataConfig(path=str(tmp_path / "data"))))
+    assert all(row["policy_loss"] > 0 for row in read_rows(tmp_path / "run" / "metrics.jsonl"))

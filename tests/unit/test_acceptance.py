@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cospec.ops.acceptance import accept_or_resample, acceptance, sample, simulated_length
+from cospec.ops.acceptance import accept_or_resample, acceptance, sample
 
 WEIGHTS = st.lists(st.floats(0, 1, allow_subnormal=False), min_size=5, max_size=5).filter(lambda w: sum(w) > 1e-3)
 
@@ -97,13 +97,3 @@ def test_sample_keeps_the_tail_of_a_large_vocabulary():
     probs[0] = 1 - 1e-4
     u = torch.tensor([1 - 0.5e-4 - 1e-12], dtype=torch.float64)
     assert abs(int(sample(probs.unsqueeze(0), u)) - 50_000) < 5
-
-
-def test_simulated_length_averages_products():
-    """Known failure 18: the mean of products, not the product of means."""
-    alpha = torch.tensor([[1.0, 0.0, 0.5], [1.0, 0.0, 0.5]])
-    valid = torch.tensor([True, True, False])
-    assert simulated_length(alpha, valid).item() == pytest.approx(1 + (2 + 0) / 2)
-    assert simulated_length(alpha, torch.zeros(3, dtype=torch.bool)).isnan()
-    with pytest.raises(ValueError, match="valid_T"):
-        simulated_length(alpha, valid[:2])

@@ -138,7 +138,10 @@ def read_dataset(
     """A folder written by `datasets`' `save_to_disk`, memory-mapped; columns as in `make_document`."""
     from datasets import DatasetDict, load_from_disk
 
-    dataset = load_from_disk(str(folder))
+    try:
+        dataset = load_from_disk(str(folder))
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder}: is no folder of datasets.save_to_disk") from error
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
             raise ValueError(f"{folder}: split={split!r} must be one of {sorted(dataset)}")
@@ -172,22 +175,6 @@ def synthetic_documents(
                 ids[i] = successor[ids[i - 1]]
         documents.append(Document(ids, torch.arange(size) >= max(1, size // 4)))
     return documents
-
-
-def split_documents(documents: Sequence[Document], validation_share: float) -> tuple[LazyDocuments, LazyDocuments]:
-    """(training, validation), by a hash of the token ids.
-
-    Equal documents fall on the same side, and a document stays on its side whatever else
-    is added or reordered. Reads every document once.
-    """
-    if not 0 <= validation_share < 1:
-        raise ValueError(f"validation_share={validation_share} must be in [0, 1)")
-    sides: tuple[list[int], list[int]] = ([], [])
-    for i in range(len(documents)):
-        digest = hashlib.sha256(documents[i].input_ids.long().numpy().tobytes()).digest()
-        sides[int.from_bytes(digest[:8], "big") < validation_share * 2**64].append(i)
-    train, validation = (LazyDocuments(len(side), lambda i, side=side: documents[side[i]]) for side in sides)
-    return train, validation
 
 
 class DocumentStream:

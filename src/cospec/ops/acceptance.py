@@ -17,22 +17,6 @@ def acceptance(policy_logp: Tensor, draft_logp: Tensor) -> Tensor:
     return torch.minimum(policy_logp, draft_logp).exp().sum(-1)
 
 
-def simulated_length(alpha_KT: Tensor, valid_T: Tensor) -> Tensor:
-    """Expected tokens of one verification: `1 + mean_t sum_k prod_{i<=k} alpha_it`.
-
-    The products are averaged, not the factors: passes of one row are correlated.
-
-    Shapes: alpha [K, T], valid bool [T] (rows for which every pass counts) -> scalar
-    float64; nan when no row is valid.
-    """
-    if alpha_KT.ndim != 2 or valid_T.shape != alpha_KT.shape[1:]:
-        raise ValueError(
-            f"alpha_KT must be [K, T] and valid_T [T], got {tuple(alpha_KT.shape)} and {tuple(valid_T.shape)}"
-        )
-    lengths_T = 1 + alpha_KT.double().cumprod(0).sum(0)
-    return lengths_T[valid_T].mean()
-
-
 def sample(probs_BV: Tensor, u_B: Tensor) -> Tensor:
     """Inverse-CDF sampling: the first token whose cumulative probability exceeds u.
 

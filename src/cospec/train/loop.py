@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cospec.config import ConfigError, RunConfig, require
-from cospec.data.source import DocumentStream, read_jsonl, synthetic_documents
+from cospec.data.source import DocumentStream, read_dataset, read_jsonl, synthetic_documents
 from cospec.records import Document
 from cospec.rl.grpo import METRICS, policy_loss, policy_metrics
 from cospec.rl.tasks import Task, make_task
@@ -184,7 +185,7 @@ def _documents(config: RunConfig) -> Sequence[Document]:
     if config.data.path is None:
         return synthetic_documents(config.data.synthetic_documents, config.policy.vocab_size, seed=config.seed)
     try:
-        return read_jsonl(config.data.path)
+        return read_dataset(config.data.path) if Path(config.data.path).is_dir() else read_jsonl(config.data.path)
     except (OSError, ValueError) as error:
         raise ConfigError("data.path", config.data.path, str(error)) from error
 

@@ -111,7 +111,7 @@ class MetricsLog:
         _append(self.folder / EVALUATIONS, full)
         if self._wandb is not None:
             self._wandb.log({f"eval/{k}": v for k, v in full.items() if k != "step"})
-        figures = "  ".join(f"{k} {short(v)}" for k, v in full.items() if k != "step")
+        figures = "  ".join(f"{k.replace('_', ' ')} {short(v)}" for k, v in full.items() if k != "step")
         self.note(f"evaluation after {full.get('step', '?')} steps: {figures}")
 
     def rows(self) -> list[dict[str, Any]]:
