@@ -1,12 +1,11 @@
 """Every setting of a run. Each field says its unit and why its default is what it is.
 
 Recipes return a `RunConfig`; command-line flags override single fields
-(`--draft.num_passes 5`). `check()` raises `ConfigError` before any work starts.
+(`--draft.num_passes 5`). train/check.py says which values cannot work.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,13 +28,18 @@ class RopeConfig:
     """Rotary embedding, with the names of the Hugging Face configs."""
 
     theta: float = 10000.0
+    """Base of the frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """Kind of position scaling, as `rope_type` there."""
     factor: float = 1.0
     """Position scale of `linear`, `llama3` and `yarn`."""
     low_freq_factor: float = 1.0
+    """`llama3`: below, and above the next, a frequency is scaled and left alone."""
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    """Positions the policy was first trained on."""
     beta_fast: float = 32.0
+    """`yarn`: turns at which the ramp between kept and scaled dims begins, and ends (next)."""
     beta_slow: float = 1.0
     attention_factor: float | None = None
     """`yarn`: multiplies cos and sin; None means 0.1 ln(factor) + 1."""
@@ -52,21 +56,28 @@ class PolicyConfig:
     flavor: str | None = None
     """A torchtitan spec by name, for example "qwen3/0.6B" or "llama3/debugmodel"."""
     model_type: Literal["qwen3", "qwen3_moe", "llama"] = "qwen3"
+    """Architecture of a policy made from the sizes below."""
     vocab_size: int = 256
+    """Tokens; RL takes the task's."""
     hidden_size: int = 128
     intermediate_size: int = 384
     num_hidden_layers: int = 12
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
+    """Divides num_attention_heads."""
     head_dim: int = 32
     max_position_embeddings: int = 4096
+    """Longest sequence, in tokens."""
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     tie_word_embeddings: bool = False
+    """One table for embeddings and head; not with pipeline stages."""
     num_experts: int = 8
     """Mixture only."""
     num_experts_per_tok: int = 2
+    """Mixture only."""
     moe_intermediate_size: int = 128
+    """Mixture only: of each expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +86,15 @@ class Eagle3Config:
 
     hidden_size: int
     target_hidden_size: int
+    """Of each tapped layer of the policy."""
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
+    """The policy's."""
     draft_vocab_size: int
+    """Tokens that the draft can propose."""
     tap_layers: tuple[int, ...]
     """0-based decoder layers whose outputs are read, ascending (formats differ: see export)."""
     rms_norm_eps: float = 1e-6
@@ -97,6 +111,7 @@ class Eagle3Config:
     qk_norm: bool = False
     """Qwen3-style norms on query and key heads."""
     attention_bias: bool = False
+    """Biases on the projections of attention."""
     sliding_window: int | None = None
     """Keys a query sees, itself included; None means all."""
     own_embedding: bool = False
@@ -130,6 +145,7 @@ class DraftConfig:
     """The draft and its training."""
 
     enabled: bool = True
+    """False trains the policy alone, and rolls out without speculation."""
     init: str | None = None
     """Folder of an EAGLE-3 checkpoint to start from; its shape and flags win."""
     tap_layers: tuple[int, ...] | None = None
@@ -145,10 +161,12 @@ class DraftConfig:
     hidden_size: int | None = None
     """None: the policy's (needed when its embeddings are shared)."""
     intermediate_size: int | None = None
+    """None: the policy's; the head sizes below likewise."""
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     norm_before_residual: bool = False
+    """This flag and the next five: see `Eagle3Config`."""
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
@@ -161,7 +179,7 @@ class DraftConfig:
     drop_labels_outside_vocab: bool = False
     """Do not count rows whose label the draft cannot propose."""
     loss_chunk: int = 256
-    """Teacher positions a loss chunk holds logits for: memory is about chunk * vocab."""
+    """Teacher rows of a loss chunk, at most: fewer where their logits would take too much memory."""
     checkpoint_passes: bool = False
     """Recompute each pass in backward: less memory, about a third more time."""
 
@@ -171,13 +189,17 @@ class OptimConfig:
     """One optimizer; policy and draft each have their own."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: torch's Muon for matrices, AdamW for the rest (embeddings and heads too)."""
+    """muon: torch's Muon for matrices, AdamW for the rest (embeddings, heads and stacked experts too)."""
     lr: float = 4e-4
+    """Learning rate of AdamW."""
     muon_lr: float = 7e-3
     """Learning rate of the Muon matrices."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     eps: float = 1e-8
+    """Of AdamW."""
     weight_decay: float = 0.0
+    """Decoupled; of both kinds."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 is not allowed, use a large number to switch it off."""
     warmup_steps: int = 0
@@ -185,6 +207,7 @@ class OptimConfig:
     decay_steps: int = 0
     """Linear decay to `min_lr_ratio` over the last this many steps; 0 is none."""
     min_lr_ratio: float = 0.1
+    """Learning rate at the end of the decay, over the full one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +215,11 @@ class MeshConfig:
     """DeviceMesh axes; their product, and `serve`, is the number of ranks."""
 
     pp: int = 1
+    """Pipeline stages (groups of layers on different ranks); see PipelineConfig."""
     dp: int = 1
+    """Ranks that share out the rows of a step; parameters are sharded over dp x cp (FSDP2)."""
     cp: int = 1
+    """Ranks that share out each row, see docs/context_parallel.md."""
     ep: int = 1
     """Ranks that share the experts of a mixture, each with a part of them; tokens travel to their
     experts. Not a further axis but another view of dp x cp: it must divide dp * cp, and the
@@ -246,16 +272,22 @@ class RolloutConfig:
     num_draft_tokens: int = 5
     """k, the chain a draft proposes before a verification, 1..16; 0 switches speculation off."""
     max_new_tokens: int = 96
+    """Longest response, in tokens."""
     temperature: float = 1.0
+    """Above 0; the policy's loss uses the same."""
     top_k: int = 0
+    """0 is off."""
     top_p: float = 1.0
+    """1 is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
     task: str = "count_bits"
+    """`count_bits`, or give `run_rl` one of your own."""
     prompts_per_step: int = 8
     samples_per_prompt: int = 8
+    """Size of a group, whose mean reward is the baseline; at least 2."""
     clip_low: float = 0.2
     clip_high: float = 0.28
     """Asymmetric clip (DAPO): the upper side is wider so that rare tokens can grow."""
@@ -274,7 +306,9 @@ class WarmStartConfig:
     """Supervised phase before RL, on the task's demonstrations."""
 
     policy_steps: int = 260
+    """0 leaves the policy as it is."""
     batch_documents: int = 16
+    """Demonstrations of a step."""
     draft_steps: int = 200
     """Draft-only steps after it, on the frozen policy's features."""
     draft_batch_documents: int = 16
@@ -306,6 +340,7 @@ class DataConfig:
     """jsonl with `input_ids` and optional `loss_mask`, or a folder of `datasets.save_to_disk` with these
     columns; None makes small synthetic documents."""
     synthetic_documents: int = 256
+    """How many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,11 +368,13 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int = 50
+    """Optimizer steps, without the warm start."""
     batch_documents: int = 16
     """Documents of one optimizer step over all ranks (supervised training)."""
     row_tokens: int = 1024
     """Capacity of a packed row (one microbatch), in tokens; a document must fit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is CUDA where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute dtype; auto is bfloat16 on CUDA and float32 on CPU. Parameters stay float32."""
     deterministic: bool = False
@@ -355,7 +392,9 @@ class RunConfig:
     """A whole run."""
 
     output_dir: str = "runs/latest"
+    """Folder of the run: must hold no other one."""
     seed: int = 0
+    """Fixes initial weights, data order and samples."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -375,84 +414,6 @@ class RunConfig:
     """Log to Weights & Biases; offline (no network call) unless a key is set."""
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError for every value that can be seen to be wrong without doing work."""
-    c = config
-    require(c.output_dir != "", "output_dir", c.output_dir, "must name a folder")
-    require(-(2**63) <= c.seed < 2**63, "seed", c.seed, "must be a signed integer of 64 bits")
-    _at_least(1, "mesh", c.mesh, "pp", "dp", "cp", "ep")
-    _at_least(0, "mesh", c.mesh, "serve")
-    if c.mesh.pp > 1:
-        _check_pipeline(c)
-    p = c.policy
-    check_expert_ranks(c.mesh)
-    if p.hf_path is None and p.flavor is None:
-        check_expert_parts(c.mesh.ep, p.num_experts if p.model_type == "qwen3_moe" else 0)
-    if p.hf_path is None and p.flavor is None:
-        _at_least(1, "policy", p, "vocab_size", "hidden_size", "num_hidden_layers")
-        _at_least(1, "policy", p, "num_attention_heads", "num_key_value_heads")
-        require(
-            p.num_attention_heads % p.num_key_value_heads == 0,
-            "policy.num_attention_heads",
-            p.num_attention_heads,
-            f"must be a multiple of policy.num_key_value_heads={p.num_key_value_heads}",
-        )
-    d = c.draft
-    require(1 <= d.num_passes <= 8, "draft.num_passes", d.num_passes, "must be 1..8")
-    require(0 < d.pass_decay <= 1, "draft.pass_decay", d.pass_decay, "must be in (0, 1]")
-    require(0 < d.share <= 1, "draft.share", d.share, "must be in (0, 1]")
-    _at_least(1, "draft", d, "loss_chunk")
-    require(
-        0 <= c.rollout.num_draft_tokens <= 16, "rollout.num_draft_tokens", c.rollout.num_draft_tokens, "must be 0..16"
-    )
-    _check_engine_ranks(c)
-    _at_least(1, "rollout", c.rollout, "max_new_tokens")
-    temperature, rule = c.rollout.temperature, "must be > 0 and finite: RL needs samples"
-    require(0 < temperature < math.inf, "rollout.temperature", temperature, rule)
-    require(c.rollout.top_k >= 0, "rollout.top_k", c.rollout.top_k, "must be >= 0 (0 = off)")
-    require(0 < c.rollout.top_p <= 1, "rollout.top_p", c.rollout.top_p, "must be in (0, 1] (1 = off)")
-    _at_least(1, "rl", c.rl, "prompts_per_step", "updates_per_batch")
-    require(c.rl.samples_per_prompt >= 2, "rl.samples_per_prompt", c.rl.samples_per_prompt, "must be >= 2: a group")
-    require(c.rl.importance_cap > 0, "rl.importance_cap", c.rl.importance_cap, "must be > 0: 0 would undo every loss")
-    for name in ("clip_low", "clip_high", "kl_coef", "length_penalty"):
-        require(0 <= getattr(c.rl, name) < math.inf, f"rl.{name}", getattr(c.rl, name), "must be >= 0 and finite")
-    _at_least(1, "train", c.train, "steps", "batch_documents", "row_tokens", "logit_chunk")
-    require(c.train.comm_timeout_s > 0, "train.comm_timeout_s", c.train.comm_timeout_s, "must be > 0 seconds")
-    _at_least(0, "warm_start", c.warm_start, "policy_steps", "draft_steps")
-    o = c.offline
-    require(0 <= o.validation_share < 1, "offline.validation_share", o.validation_share, "must be in [0, 1)")
-    require(0 <= o.max_bad_share <= 1, "offline.max_bad_share", o.max_bad_share, "must be in 0..1")
-    _at_least(1, "warm_start", c.warm_start, "batch_documents", "draft_batch_documents")
-    _at_least(1, "eval", c.eval, "prompts", "speed_batch")
-    require(c.eval.every >= 0, "eval.every", c.eval.every, "must be >= 0 (0 = at the start and the end only)")
-    require(c.checkpoint.every >= 0, "checkpoint.every", c.checkpoint.every, "must be >= 0 (0 = never)")
-    _at_least(1, "checkpoint", c.checkpoint, "keep")
-    _at_least(1, "data", c.data, "synthetic_documents")
-    for name, optim in (
-        ("policy_optim", c.policy_optim),
-        ("draft_optim", c.draft_optim),
-        ("warm_start.policy_optim", c.warm_start.policy_optim),
-        ("warm_start.draft_optim", c.warm_start.draft_optim),
-    ):
-        _check_optim(name, optim)
-
-
-def _at_least(least: int, section: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(value >= least, f"{section}.{name}", value, f"must be >= {least}")
-
-
-def _check_optim(name: str, optim: OptimConfig) -> None:
-    for field_name in ("lr", "muon_lr", "weight_decay", "min_lr_ratio"):
-        value = getattr(optim, field_name)
-        require(0 <= value < math.inf, f"{name}.{field_name}", value, "must be >= 0 and finite")
-    require(0 < optim.eps < math.inf, f"{name}.eps", optim.eps, "must be > 0 and finite: a gradient may be 0")
-    require(optim.clip_norm > 0, f"{name}.clip_norm", optim.clip_norm, "must be > 0 (a large number switches it off)")
-    require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")
-    _at_least(0, name, optim, "warmup_steps", "decay_steps")
-
-
 def check_expert_ranks(mesh: MeshConfig) -> None:
     """Raises ConfigError unless mesh.ep divides the ranks of a pipeline stage."""
     ranks = mesh.dp * mesh.cp
@@ -465,41 +426,3 @@ def check_expert_parts(ep: int, num_experts: int) -> None:
     require(ep == 1 or num_experts > 0, "mesh.ep", ep, "must be 1: the policy is dense, it has no experts to share out")
     rule = f"must divide the policy's {num_experts} experts: each rank holds as many"
     require(num_experts % ep == 0, "mesh.ep", ep, rule)
-
-
-def _check_engine_ranks(c: RunConfig) -> None:
-    serving, ranks = c.rollout.engine_ranks, c.mesh.pp * c.mesh.dp * c.mesh.cp
-    if serving is None:
-        return
-    if c.mesh.serve:
-        own = range(ranks, ranks + c.mesh.serve)
-        rule = f"must be None or all of {', '.join(map(str, own))}: with mesh.serve={c.mesh.serve} those ranks serve"
-        for rank in serving:
-            if 0 <= rank < ranks:
-                pp, rest = divmod(rank, c.mesh.dp * c.mesh.cp)
-                dp, cp = divmod(rest, c.mesh.cp)
-                rule += f" and nothing else does; rank {rank} trains (pp {pp}, dp {dp}, cp {cp})"
-                break
-        require(sorted(serving) == list(own), "rollout.engine_ranks", serving, rule)
-        return
-    rule = f"must be one or more different ranks in 0..{ranks - 1}: mesh.pp * mesh.dp * mesh.cp is {ranks}"
-    fits = len(serving) > 0 and len(set(serving)) == len(serving) and all(0 <= r < ranks for r in serving)
-    require(fits, "rollout.engine_ranks", serving, rule)
-
-
-def _check_pipeline(c: RunConfig) -> None:
-    pipeline, pp = c.pipeline, c.mesh.pp
-    least = pp if pipeline.schedule == "1F1B" else 1
-    rule = f"must be >= {least}" + (f", the number of stages of 1F1B with mesh.pp={pp}" if least > 1 else "")
-    require(pipeline.microbatches >= least, "pipeline.microbatches", pipeline.microbatches, rule)
-    rule = "must be >= 1 (None: the least that the schedule allows)"
-    require(pipeline.tap_slots is None or pipeline.tap_slots >= 1, "pipeline.tap_slots", pipeline.tap_slots, rule)
-    require(pipeline.tap_timeout_s > 0, "pipeline.tap_timeout_s", pipeline.tap_timeout_s, "must be > 0 seconds")
-    step = 2 * c.mesh.cp
-    rule = f"must be a multiple of 2 * mesh.cp = {step}: the rows of a pipeline are equal"
-    require(c.train.row_tokens % step == 0, "train.row_tokens", c.train.row_tokens, rule)
-    rule = "must be false with mesh.pp > 1: embeddings and head are on different ranks"
-    require(not c.policy.tie_word_embeddings, "policy.tie_word_embeddings", True, rule)
-    if c.policy.hf_path is None and c.policy.flavor is None:
-        rule = f"must be <= policy.num_hidden_layers={c.policy.num_hidden_layers}: a stage has a layer at least"
-        require(pp <= c.policy.num_hidden_layers, "mesh.pp", pp, rule)

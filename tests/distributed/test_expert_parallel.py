@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cospec import titan
-from cospec.config import ConfigError, MeshConfig, PipelineConfig, PolicyConfig, RunConfig, check
+from cospec.config import ConfigError, MeshConfig, PipelineConfig, PolicyConfig, RunConfig
 from cospec.mesh import build_mesh
 from cospec.policy.build import build_policy, full_state, head_weight
 from cospec.policy.taps import TapRecorder
 from cospec.policy.weights import save_hf
+from cospec.train.check import check
 from cospec.train.loop import run_sft
 from cospec.train.optim import clip_, global_norm
 from cospec.train.step import cotrain_step
@@ -217,6 +218,18 @@ def test_training_equals_one_process(ranks, one_process, mesh):
             assert state.keys() == wanted.keys()
             for key, value in state.items():
                 torch.testing.assert_close(value, wanted[key], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "Interleaved1F1B"])
+def test_two_stages_on_every_rank(ranks, schedule):
+    """Schedules that split the backward run the tokens' way back and the experts' gradients apart."""
+    run = training(MeshConfig(pp=2, dp=2, ep=2), num_hidden_layers=6)
+    run = replace(run, pipeline=replace(run.pipeline, schedule=schedule))
+    expected = train(0, training(num_hidden_layers=6), 3)[0]
+    for figures, *_ in ranks.run(4, train, run, 3):
+        for got, want in zip(figures, expected, strict=True):
+            assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.slow

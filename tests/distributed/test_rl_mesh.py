@@ -2,8 +2,9 @@
 
 import pytest
 
-from cospec.config import ConfigError, check
+from cospec.config import ConfigError
 from cospec.train import loop
+from cospec.train.check import check
 from support import mesh_runs
 from support.tiny_runs import record
 

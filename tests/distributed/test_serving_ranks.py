@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cospec.config import CheckpointConfig, ConfigError, MeshConfig, check
+from cospec.config import CheckpointConfig, ConfigError, MeshConfig
 from cospec.mesh import build_mesh
 from cospec.train import loop
+from cospec.train.check import check
 from cospec.train.loop import run_sft
 from support import mesh_runs, serve_runs
 from support.tiny_runs import record

@@ -42,6 +42,8 @@ SETTINGS = [
     (["--draft.draft_vocab_size", "0"], r"draft.draft_vocab_size=0: must be 1\.\."),
     (["--draft.tap_layers", "1", "2", "4"], r"draft.tap_layers=\(1, 2, 4\): must be .* layers in 0\.\.3"),
     (["--draft.tap_layers", "2", "1", "3"], r"draft.tap_layers=\(2, 1, 3\): must be .*ascending"),
+    (["--draft.share", "0.1"], r"draft.share=0.1: picks none of the 8 rollouts of a step"),
+    (["--policy.rope.factor", "2"], r"policy.rope.factor=2.0: has no effect with policy.rope.scaling none"),
     (["--rl.prompts_per_step", "0"], r"rl.prompts_per_step=0: must be >= 1"),
     (["--eval.prompts", "0"], r"eval.prompts=0: must be >= 1"),
     (["--train.row_tokens", "32"], r"train.row_tokens=32: must be at least 38: the longest prompt .* 37 tokens"),

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cospec.channel.plan import least_slots, plan_taps, simulate
-from cospec.config import ConfigError, MeshConfig, PipelineConfig, PolicyConfig, RunConfig, TrainConfig, check
+from cospec.config import ConfigError, MeshConfig, PipelineConfig, PolicyConfig, RunConfig, TrainConfig
 from cospec.policy.schedule import SINGLE_STAGE, TWO_STAGE, action_order, num_stages, stage_ranks
 from cospec.records import EMBEDDINGS
 from cospec.titan import stage_layers
+from cospec.train.check import check
 
 SCHEDULES = (*SINGLE_STAGE, *TWO_STAGE)
 CASES = [(name, pp) for name in SCHEDULES for pp in (2, 4)]

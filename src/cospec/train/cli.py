@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import tyro
 
-from cospec.config import RunConfig, check
+from cospec.config import RunConfig
 from cospec.records import Diverged
+from cospec.train.check import check
 from cospec.train.faults import REFUSALS, RankFault, leave
 
 

@@ -5,6 +5,7 @@ warm start -> [ rollouts -> step -> refit ] x steps -> evaluation -> report
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ def run_rl(config: RunConfig, task: Task | None = None) -> None:
     config = replace(config, policy=replace(config.policy, vocab_size=task.vocab_size))
     limits = {"longest": _check_lengths(config, task), "vocab_size": task.vocab_size}
     check_engine(config)
+    _check_share(config, config.rl.prompts_per_step * config.rl.samples_per_prompt, "rollouts")
     task.eval_prompts(config.eval.prompts)  # raises before the warm start, not after it
     rl = config.rl
     data = {
@@ -163,6 +165,7 @@ def warm_start(learner: Learner, task: Task, log: MetricsLog, saves: Checkpoints
 
 def run_sft(config: RunConfig) -> None:
     """Policy by next-token loss on documents, draft co-trained on the same rows."""
+    _check_share(config, config.train.batch_documents, "documents")
     documents = _documents(config)
     stream = DocumentStream(documents, seed=config.seed)
     data = {"documents": len(documents), "batch_documents": config.train.batch_documents}
@@ -223,6 +226,12 @@ def _check_row(config: RunConfig, length: int, what: str) -> None:
     padded, capacity = -(-length // step) * step, config.train.row_tokens // step * step
     rule = f"must be at least {padded}: {what} has {length} tokens and must fit one row"
     require(padded <= capacity, "train.row_tokens", config.train.row_tokens, rule)
+
+
+def _check_share(config: RunConfig, documents: int, what: str) -> None:
+    trained = math.floor(documents * config.draft.share)
+    rule = f"picks none of the {documents} {what} of a step: the draft would not train"
+    require(not config.draft.enabled or trained > 0, "draft.share", config.draft.share, rule)
 
 
 def _too_long(length: int, positions: int) -> str:
