@@ -168,7 +168,9 @@ def build_offline(config: RunConfig, mesh: Mesh) -> OfflineLearner:
     path = config.offline.features
     require(path is not None, "offline.features", None, "must name a folder of saved features")
     require(config.draft.enabled, "draft.enabled", False, "must be true: there is nothing else to train")
-    require(config.mesh.pp == 1, "mesh.pp", config.mesh.pp, "must be 1: no policy is run; use dp and cp")
+    for axis in ("pp", "ep"):
+        size = getattr(config.mesh, axis)
+        require(size == 1, f"mesh.{axis}", size, "must be 1: no policy is run; use dp and cp")
     source = open_features(str(path), tap_layers=config.draft.tap_layers)
     has_own = isinstance(source, FeatureStore) and (source.folder / POLICY).is_file()
     stored = read_stored_ends(str(path), source.info) if has_own or config.policy.hf_path is None else None

@@ -98,7 +98,7 @@ class Skips:
 def global_norm(params: Iterable[nn.Parameter], mesh: Mesh) -> float:
     """L2 norm of all gradients as a single process would compute it.
 
-    Each element is counted once: shards are summed over their FSDP ranks, replicated
+    Each element is counted once: shards, an expert's too, lie on one rank of dp x cp each, replicated
     tensors on one process count as they are, pipeline stages add up over pp.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)

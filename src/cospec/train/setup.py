@@ -199,4 +199,6 @@ def describe(learner: Learner) -> str:
             f", draft {draft / 1e6:.2f} M reading layers {', '.join(map(str, learner.draft.model.config.tap_layers))}"
         )
     text += f"; {mesh.device.type}, pp {mesh.pp_size} x dp {mesh.dp_size} x cp {mesh.cp_size}"
+    if mesh.ep_size > 1:
+        text += f", ep {mesh.ep_size}"
     return text if mesh.link is None else f"{text} + serve {len(mesh.link.serving)}"
