@@ -7,13 +7,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from cospec.link import Link
 from cospec.mesh import Mesh
 
 Headers = list[list[tuple[str, torch.Size, torch.dtype]]]
 """Name, shape and dtype of the tensors of each pipeline stage."""
+
+
+_PIECEWISE_BYTES = 32 << 20
+"""Sharded tensors above this are gathered shard by shard."""
 
 
 class WeightStream:
@@ -93,7 +97,11 @@ class WeightStream:
 
     def _whole(self, name: str) -> Tensor:
         own = self._own[name].detach()
-        return own.full_tensor() if isinstance(own, DTensor) else own
+        if not isinstance(own, DTensor):
+            return own
+        if own.numel() * own.element_size() > _PIECEWISE_BYTES and own.placements == (Shard(0),):
+            return _gather_rows(own)
+        return own.full_tensor()
 
     def collect(self) -> dict[str, Tensor]:
         """All of them at once, as copies on the CPU."""
@@ -101,8 +109,19 @@ class WeightStream:
 
     def drain(self) -> None:
         """Take part without reading."""
-        for _ in self.items():
-            pass
+        for _, whole in self.items():
+            del whole  # else it would still be here while the next one comes
+
+
+def _gather_rows(own: DTensor) -> Tensor:
+    """`own.full_tensor()` without the second copy that an all-gather may need: each shard is sent to its place."""
+    group, mine = own.device_mesh.get_group(), own.to_local()
+    whole = torch.empty(own.shape, dtype=own.dtype, device=mine.device)
+    for rank, rows in enumerate(whole.split(-(-len(whole) // group.size()))):
+        if rank == group.rank():
+            rows.copy_(mine)
+        dist.broadcast(rows, group_src=rank, group=group)
+    return whole
 
 
 class IncomingStream(WeightStream):

@@ -131,3 +131,4 @@ def load_state(module: nn.Module, state: State) -> None:
     own = module.state_dict()
     for name, value in state.items():
         own[name].copy_(value)
+        del value  # else a stream's tensor would still be here while the next one comes
