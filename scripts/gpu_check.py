@@ -78,6 +78,9 @@ def checks_of(device: str) -> Iterator[tuple[str, Callable[[torch.device], str]]
         yield f"draft loss against the oracle, {_name(dtype)}", lambda d, dtype=dtype: check_draft_loss(d, dtype)
         yield f"label log-probabilities against the oracle, {_name(dtype)}", lambda d, t=dtype: check_logprobs(d, t)
     yield "lossless rule: same decisions as on the CPU", check_lossless
+    yield "vLLM in its own process: refits there and back", check_vllm
+    if device == "cuda":
+        yield "the same on another GPU", lambda d: check_vllm(d, other_gpu=True)
     if device == "cuda":
         yield "time: attention, forward and backward", time_attention
         yield "time and memory: draft loss", time_draft_loss
@@ -236,6 +239,56 @@ def time_draft_loss(device: torch.device) -> str:
     before = torch.cuda.memory_allocated()
     once()
     return f"{took:.0f} ms, {(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB above inputs and gradients"
+
+
+def check_vllm(device: torch.device, *, other_gpu: bool = False) -> str:
+    """Weights by CUDA IPC, or NCCL to another GPU (files on a CPU): policy A, B, A and a draft with each, greedy."""
+    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchtitan") is None:
+        raise Skip("vllm or torchtitan is not installed")
+    if other_gpu and torch.cuda.device_count() < 2:
+        raise Skip("there is one GPU")
+    from cospec.config import DraftConfig, PolicyConfig
+    from cospec.draft.attach import attach_draft
+    from cospec.export.eagle3 import save_draft
+    from cospec.policy.build import build_policy, full_state
+    from cospec.policy.weights import save_hf
+    from cospec.records import SamplingParams
+    from cospec.rollout.native import NativeEngine
+    from cospec.rollout.vllm_process import VLLMProcess
+
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    shape = PolicyConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    policies = [build_policy(shape, seed=seed, device=device) for seed in (1, 2)]
+    drafts = [attach_draft(policy, DraftConfig(), seed=3) for policy in policies]
+    with torch.no_grad():
+        for parameter in (parameter for draft in drafts for parameter in draft.parameters()):
+            parameter.add_(0.02 * torch.randn_like(parameter))  # an export refuses initial values
+    prompts, params = [[i, i + 1, i + 2] for i in range(32)], SamplingParams(max_new_tokens=24, temperature=0)
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    here = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+    there = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count()) if other_gpu else here
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(policies[0].config, full_state(policies[0]), f"{folder}/policy")
+        save_draft(drafts[0], f"{folder}/draft", family="vllm")
+        places = (f"{folder}/policy", policies[0].config, f"{folder}/draft", drafts[0].config)
+        engine = VLLMProcess(*places, device=here, engine_device=there, max_len=64, num_draft_tokens=3, dtype=dtype)
+    try:
+        found, seconds = [engine.generate(prompts, params)], []
+        for version, (policy, draft) in enumerate(zip(policies[::-1], drafts[::-1], strict=True), 1):
+            started = time.perf_counter()
+            engine.refit(full_state(policy), full_state(draft), version)
+            seconds.append(time.perf_counter() - started)
+            found.append(engine.generate(prompts, params))
+    finally:
+        engine.close()
+    tokens = [[r.token_ids for r in rollouts] for rollouts in found]
+    if tokens[0] != tokens[2]:
+        raise AssertionError("policy A, B, A: the output of A did not come back")
+    native = NativeEngine(policies[1], max_len=64).generate(prompts, params)
+    gap = max(abs(a.logp[0] - b.logp[0]) for a, b in zip(found[1], native, strict=True))
+    if not gap < 0.1:
+        raise AssertionError(f"log-probabilities of B differ from the native engine's by {gap:.2g}")
+    return f"{type(engine._transfer).__name__}, refit {min(seconds):.3f} s, {_within(gap, 0.1)}"
 
 
 def run_gpu_tests(device: torch.device) -> str:

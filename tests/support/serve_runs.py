@@ -51,7 +51,8 @@ def run_rl_on_needy_engines(rank, config, refuses):
     """An engine that is built from weights, as vLLM is: was it given all of them? Or what the run ended with."""
     given = []
 
-    def build(config, spec, policy_state, draft, draft_state, *, max_prompt):
+    def build(config, spec, policy_state, draft, draft_state, *, max_prompt, device, alone):
+        assert not alone
         if refuses:
             raise EngineError("self-test failed")
         engine = rollouts._native_engine(config, spec, draft, torch.device("cpu"), max_prompt=max_prompt)

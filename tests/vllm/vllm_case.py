@@ -59,21 +59,24 @@ class Language:
         ]
 
 
-def train(path, draft_vocab: int | None = DRAFT_VOCAB, steps: int = STEPS, policy=None, **draft_settings):
-    """(policy, draft) after some steps of co-training; `policy` given: the draft alone is new and trained."""
-    language = Language()
+def run_config(path, draft_vocab: int | None = DRAFT_VOCAB, **draft_settings) -> RunConfig:
     if draft_vocab is not None:
-        counts = count_tokens([d.input_ids for d in language.documents(40)], VOCAB)
+        counts = count_tokens([d.input_ids for d in Language().documents(40)], VOCAB)
         draft_settings["vocab_path"] = str(path / "vocab.safetensors")
         save_vocab(draft_settings["vocab_path"], choose_vocab(counts, draft_vocab), counts, tokenizer=None, policy=None)
-    config = RunConfig(
+    return RunConfig(
         policy=POLICY,
         policy_optim=OptimConfig(lr=4e-3),
         draft=DraftConfig(num_passes=3, **draft_settings),
         draft_optim=OptimConfig(lr=4e-3),
         train=TrainConfig(row_tokens=1024),
     )
-    learner = build_learner(config, Mesh(torch.device("cpu")))
+
+
+def train(path, draft_vocab: int | None = DRAFT_VOCAB, steps: int = STEPS, policy=None, **draft_settings):
+    """(policy, draft) after some steps of co-training; `policy` given: the draft alone is new and trained."""
+    language = Language()
+    learner = build_learner(run_config(path, draft_vocab, **draft_settings), Mesh(torch.device("cpu")))
     if policy is not None:
         learner.runner.policy.load_state_dict(policy.state_dict())
     for step in range(steps):

@@ -9,39 +9,26 @@ See docs/vllm.md for what was measured.
 from __future__ import annotations
 
 import math
-import os
-import random
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cospec.config import Eagle3Config
-from cospec.draft.attach import check_fits
-from cospec.draft.eagle3 import Eagle3Draft
-from cospec.draft.vocab import check_vocab
-from cospec.policy.weights import to_hf
-from cospec.records import Rollout, SamplingParams
+from cospec.records import Diverged, Rollout, SamplingParams
 from cospec.rollout import vllm_worker
-from cospec.rollout.engine import EngineError, State, check_request, check_state, whole_state
-from cospec.rollout.probe import ProbeResult, chi_square, rank_uniforms
+from cospec.rollout.engine import EngineError, State, check_request
+from cospec.rollout.probe import ProbeResult
 from cospec.rollout.sampling import stream_keys
 from cospec.rollout.sequence import tally
+from cospec.rollout.vllm_refit import BACKEND, CALLS, HandOver, register_backend, translate
+from cospec.rollout.vllm_selftest import PROBES, TOP, self_test
+from cospec.rollout.vllm_start import cache_bytes, check_settings, import_vllm, memory, own_state, room
 from cospec.titan import DecoderConfig
-
-MAX_DRAFT_TOKENS = 16
-TOP = 20  # log-probabilities per token that the self-test reads: vLLM's own limit
-PROBES = (
-    SamplingParams(max_new_tokens=6, temperature=0.6, seed=1),
-    SamplingParams(max_new_tokens=6, temperature=1.0, top_k=8, top_p=0.9, seed=2),
-)
-
 
 _STARTED: list[Any] = []
 """Every vLLM of this process: one that is collected takes the process groups of all others with it."""
@@ -57,10 +44,11 @@ class VLLMEngine:
         num_draft_tokens: k, 0..16; vLLM proposes this many tokens in every step.
         max_batch: sequences that run at once. max_len: positions of prompt and response together.
         dtype: "float32", "bfloat16" or "auto", the folder's.
-        kv_cache_gib: memory for keys and values; None leaves it to vLLM.
+        kv_cache_gib: memory for keys and values; None is what `max_batch` sequences of `max_len` need.
         self_test: refuse to start when sampled tokens do not have the policy's distribution.
         repair: replace functions of vLLM that are found wrong, see `vllm_worker.repair_sampling`.
         record_proposals: keep every chain of the last `generate` in `proposals`, as `NativeEngine` does.
+        backend: of vLLM's weight transfer, for refits from another process, see `vllm_refit.choose_transfer`.
 
     Raises ImportError without vLLM, ValueError for sizes or a draft that do not fit (before
     vLLM starts), EngineError when the self-test fails.
@@ -77,26 +65,20 @@ class VLLMEngine:
         max_batch: int = 64,
         max_len: int,
         dtype: str = "float32",
-        kv_cache_gib: float | None = 1.0,
+        kv_cache_gib: float | None = None,
         self_test: bool = True,
         repair: bool = True,
         record_proposals: bool = False,
+        backend: str = BACKEND,
     ):
-        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"num_draft_tokens={num_draft_tokens}: must be in 0..{MAX_DRAFT_TOKENS}")
-        if max_batch < 1:
-            raise ValueError(f"max_batch={max_batch}: must be >= 1")
-        most = policy_config.max_seq_len - _room(num_draft_tokens if draft_folder is not None else 0)
-        if not 2 <= max_len <= most:
-            rule = f"must be in 2..{most}, the policy's {policy_config.max_seq_len} positions less what chains need"
-            raise ValueError(f"max_len={max_len}: {rule}")
-        if (draft_folder is None) != (draft_config is None):
-            raise ValueError("draft_folder and draft_config: give both or neither")
-        self._draft: Eagle3Draft | None = None
-        if draft_config is not None:
-            check_fits(draft_config, policy_config)
-            with torch.device("meta"):
-                self._draft = Eagle3Draft(draft_config)  # names and shapes
+        self._draft = check_settings(
+            policy_config,
+            draft_folder,
+            draft_config,
+            num_draft_tokens=num_draft_tokens,
+            max_batch=max_batch,
+            max_len=max_len,
+        )
         self.policy_config, self.max_len, self.max_batch = policy_config, max_len, max_batch
         self.vocab_size = policy_config.vocab_size
         self.num_draft_tokens = num_draft_tokens if self._draft is not None else 0
@@ -112,21 +94,29 @@ class VLLMEngine:
         self.probe: ProbeResult | None = None
         self.repaired: list[str] = []
         self._start(
-            str(policy_folder), str(draft_folder) if self.num_draft_tokens else None, dtype, kv_cache_gib, repair
+            str(policy_folder), str(draft_folder) if self.num_draft_tokens else None, dtype, kv_cache_gib, backend
         )
+        if repair:
+            self.repaired = self._rpc(vllm_worker.repair_sampling)[0]
         if record_proposals:
             vllm_worker.record_chains(self._scheduler, self._record)
         if self_test:
             self.require_lossless()
 
     def _start(
-        self, policy_folder: str, draft_folder: str | None, dtype: str, kv_cache_gib: float | None, repair: bool
+        self, policy_folder: str, draft_folder: str | None, dtype: str, kv_cache_gib: float | None, backend: str
     ) -> None:
         vllm = import_vllm()
+        from vllm.config import WeightTransferConfig
         from vllm.platforms import current_platform
 
+        register_backend()
         self.can_sleep = current_platform.is_sleep_mode_available()
         k = self._most_draft_tokens
+        positions = self.max_len + room(k)
+        wanted = cache_bytes(self.policy_config, self._draft, sequences=self.max_batch, positions=positions)
+        if kv_cache_gib is not None:
+            wanted = int(kv_cache_gib * 2**30)
         speculation = None
         if draft_folder is not None:
             speculation = {
@@ -135,26 +125,25 @@ class VLLMEngine:
                 "num_speculative_tokens": k,
                 "draft_sample_method": "probabilistic",
             }
-        with _own_state():
+        with own_state():
             self._llm = vllm.LLM(
                 policy_folder,
                 skip_tokenizer_init=True,
                 dtype=dtype,
                 enforce_eager=True,
-                max_model_len=self.max_len + _room(k),
+                max_model_len=positions,
                 max_num_seqs=self.max_batch,
-                kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
                 enable_sleep_mode=self.can_sleep,
                 disable_log_stats=False,
                 per_request_spec_decode_metrics="detailed" if speculation else "none",
                 logprobs_mode="raw_logprobs",
                 max_logprobs=TOP,
                 speculative_config=speculation,
+                weight_transfer_config=WeightTransferConfig(backend=backend),
+                **memory(wanted),
             )
         _STARTED.append(self._llm)
         self._vllm = vllm
-        if repair:
-            self.repaired = self._rpc(vllm_worker.repair_sampling)[0]
         self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
 
     def generate(
@@ -193,25 +182,23 @@ class VLLMEngine:
         Names and shapes of both are checked before any weight changes: ValueError names the
         tensor. Embeddings that the draft shares with the policy follow the policy's.
         """
-        policy_items = to_hf(self.policy_config, whole_state(policy_state))
-        draft_items = None if draft_state is None else self._draft_items(whole_state(draft_state))
-        self._rpc("reload_weights", weights_iterator=iter(policy_items.items()))
+        policy_items, draft_items = translate(self.policy_config, self._draft, policy_state, draft_state)
+        transfer = HandOver()
+        transfer.send(self.transfer_call, policy_items, draft=False)
         if draft_items is not None and self._most_draft_tokens:
-            self._rpc(vllm_worker.refit_draft, draft_items)
+            transfer.send(self.transfer_call, draft_items, draft=True)
+        self.refitted(version)
+
+    def transfer_call(self, name: str, *args: Any) -> None:
+        """One call of vLLM's weight-transfer API, for a `vllm_refit.Transfer`."""
+        assert name in CALLS, name
+        self._guard(getattr(self._llm, name), *args)
+
+    def refitted(self, version: int) -> None:
+        """All weights of `version` have arrived."""
         self._guard(self._llm.reset_prefix_cache)
         self.policy_version = version
         self._refits += 1
-
-    def _draft_items(self, state: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        if self._draft is None:
-            raise ValueError("draft_state: this engine was built without a draft, give None")
-        check_state("draft", self._draft, state)
-        config = self._draft.config
-        check_vocab(state["d2t"], state["t2d"], config.vocab_size, config.draft_vocab_size)
-        whole = config.draft_vocab_size == config.vocab_size  # vLLM has no map then
-        left_out = {"t2d", "d2t"} if whole else {"t2d"}
-        # vLLM keeps a reference until the tensor is loaded: the caller may change its own meanwhile.
-        return [(name, value.detach().clone()) for name, value in state.items() if name not in left_out]
 
     def stats(self) -> dict[str, Any]:
         """The native engine's figures, and acceptance_by_position, probe (the last self-test), repaired."""
@@ -232,19 +219,20 @@ class VLLMEngine:
     @contextmanager
     def speculation(self, num_draft_tokens: int) -> Iterator[None]:
         """Generate with another k inside, at most the one the engine was built with; 0 is plain decoding."""
+        saved = self.num_draft_tokens
+        self.set_chain(num_draft_tokens)
+        try:
+            yield
+        finally:
+            self.set_chain(saved)
+
+    def set_chain(self, num_draft_tokens: int) -> None:
+        """Propose this many tokens from now on; see `speculation`."""
         most = self._most_draft_tokens
         if not 0 <= num_draft_tokens <= most:
             raise ValueError(
                 f"num_draft_tokens={num_draft_tokens}: must be in 0..{most}, what the engine was built for"
             )
-        saved = self.num_draft_tokens
-        self._set_chain(num_draft_tokens)
-        try:
-            yield
-        finally:
-            self._set_chain(saved)
-
-    def _set_chain(self, num_draft_tokens: int) -> None:
         if num_draft_tokens == self.num_draft_tokens:
             return
         vllm_worker.set_chain(self._scheduler, num_draft_tokens)
@@ -277,41 +265,8 @@ class VLLMEngine:
 
     def self_test(self, draws: int = 192, probes: Sequence[SamplingParams] = PROBES) -> ProbeResult:
         """Tokens of `draws` short responses for each of `probes` against the policy's own distribution."""
-        generator = torch.Generator().manual_seed(3)
-        lengths = [n for n in (2, 3, 5, 7) if n < self.max_len] or [1]
-        bases = [torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-        prompts = [bases[i % len(bases)] for i in range(draws)]
-        worst, tokens, gap = (1.0, 0.0), 0, 0.0
-        top = min(TOP, self.vocab_size)
-        for params in probes:
-            limits = [min(params.max_new_tokens, self.max_len - len(p)) for p in prompts]
-            outputs = self._run(prompts, params, torch.arange(draws), limits, logprobs=top)
-            rows, ranks = [], []
-            for out in outputs:
-                for token, known in zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True):
-                    best = sorted((x.logprob for x in known.values() if x.rank <= top), reverse=True)
-                    rows.append((best + [-math.inf] * top)[:top])
-                    ranks.append(known[token].rank)
-            u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-            values, forbidden = rank_uniforms(torch.tensor(rows), torch.tensor(ranks), u, params)
-            tested = chi_square(values) if forbidden * 500 <= len(rows) else (0.0, math.inf)
-            worst = min(worst, tested)
-            tokens += len(rows)
-            gap = max(gap, self._logp_gap(outputs[: len(bases)], params))
-        self.probe = ProbeResult(tokens, *worst, gap)
+        self.probe = self_test(self._run, draws, probes, vocab_size=self.vocab_size, max_len=self.max_len)
         return self.probe
-
-    def _logp_gap(self, outputs: list[Any], params: SamplingParams) -> float:
-        """Mean difference of recorded log-probabilities to those of one plain pass over the same tokens."""
-        documents = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs]
-        ids = torch.zeros(len(outputs), dtype=torch.int64)
-        scored = self._run(documents, params, ids, [1] * len(outputs), prompt_logprobs=0)
-        gaps = []
-        for out, again in zip(outputs, scored, strict=True):
-            pairs = zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)
-            for (token, known), plain in zip(pairs, again.prompt_logprobs[len(out.prompt_token_ids) :], strict=True):
-                gaps.append(abs(known[token].logprob - plain[token].logprob))
-        return sum(gaps) / len(gaps)
 
     def _run(
         self,
@@ -350,7 +305,7 @@ class VLLMEngine:
         tokens = list(done.token_ids)
         logp = [known[token].logprob for token, known in zip(tokens, done.logprobs, strict=True)]
         if any(math.isnan(x) for x in logp):
-            raise RuntimeError(f"prompts[{index}]: the policy's logits are not finite")
+            raise Diverged(f"prompts[{index}]: the policy's logits are not finite: its weights have diverged")
         proposed: list[int] = []
         accepted: list[int] = []
         at, steps, metrics = 1, 0, done.spec_decode_metrics  # the first token is the prefill's
@@ -390,52 +345,6 @@ class VLLMEngine:
             raise EngineError(
                 f"the vLLM engine died ({self._dead}); the trained weights are untouched, build a new engine"
             ) from error
-
-
-def _room(num_draft_tokens: int) -> int:
-    """Positions past the longest sequence that keep vLLM drafting.
-
-    It proposes k tokens in every step, also past a request's limit, and as soon as one
-    sequence of the batch with its chain and the next one would not fit, nobody gets proposals
-    (they are token 0, which is lossless and slow).
-    """
-    return 2 * num_draft_tokens + 2 if num_draft_tokens else 0
-
-
-def import_vllm() -> Any:
-    """The vllm module, set up to run in this process. Raises ImportError naming what to install."""
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # refits hand over tensors, not copies
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training shares this process: it must not be pinned to a core
-        "VLLM_CACHE_ROOT": os.path.join(tempfile.gettempdir(), f"cospec-vllm-{os.getuid()}"),
-        "VLLM_LOGGING_LEVEL": "CRITICAL",  # its errors come as exceptions
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-    try:
-        import vllm
-        from vllm import LLM  # noqa: F401  (a folder of that name on the path is not it)
-    except ImportError as error:
-        raise ImportError(
-            f"rollout.engine 'vllm' needs vLLM, which does not import here ({error}): on CPU run "
-            "scripts/install_vllm_cpu.sh and use .venv-vllm/bin/python"
-        ) from error
-    return vllm
-
-
-@contextmanager
-def _own_state() -> Iterator[None]:
-    """vLLM seeds every generator when it starts and forbids torch.set_num_threads; both are the trainer's."""
-    python, threads = random.getstate(), torch.set_num_threads
-    array = np.random.get_state()  # noqa: NPY002  (the global one is what vLLM seeds)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)  # noqa: NPY002
-        torch.set_num_threads = threads
 
 
 def _add(totals: list[int], counts: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM: the repair of its sampler on CPUs, refits of the draft, its counters.
+"""What runs inside vLLM: the repair of its sampler on CPUs, its chains, its log-probabilities.
 
 The functions with `worker` as first argument are called by `LLM.collective_rpc`. vLLM is
 imported where it is used, so that this module imports without it.
@@ -7,7 +7,7 @@ imported where it is used, so that this module imports without it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,19 +86,6 @@ def record_logprobs_at(worker: Any, temperature: float) -> None:
     sampler = worker.model_runner.sampler
     scale = temperature if temperature > 0 else 1.0
     sampler.compute_logprobs = lambda logits: (logits.float() / scale).log_softmax(-1)
-
-
-@torch.no_grad()
-def refit_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load checkpoint tensors into the running draft; vLLM's own reload knows the policy only."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    model = worker.model_runner.get_draft_model()
-    with set_current_vllm_config(worker.vllm_config):
-        initialize_layerwise_reload(model)
-        model.load_weights(iter(weights))
-        finalize_layerwise_reload(model, worker.vllm_config.speculative_config.draft_model_config)
 
 
 def skip_draft(worker: Any, skip: bool) -> None:

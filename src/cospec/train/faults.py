@@ -72,8 +72,10 @@ def watched(config: RunConfig, mesh: Mesh) -> Iterator[None]:
             yield
         except Exception as error:
             text = _innermost(error)
-            lost_peer = _LOST_PEER.search(text) is not None
-            if isinstance(error, ConfigError | Refused) or (isinstance(error, REFUSALS) and not lost_peer):
+            own_engine = isinstance(error, EngineError) and mesh.link is None  # of this rank alone
+            lost_peer = not own_engine and _LOST_PEER.search(text) is not None
+            refusal = isinstance(error, REFUSALS) and not lost_peer and not own_engine
+            if isinstance(error, ConfigError | Refused) or refusal:
                 if mesh.link is not None:
                     mesh.link.refuse(str(error))
                 raise

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cospec.config import ConfigError, Eagle3Config, RunConfig, require
+from cospec.config import ConfigError, Eagle3Config, RunConfig
 from cospec.draft.eagle3 import Eagle3Draft
 from cospec.export.eagle3 import save_draft
 from cospec.mesh import Mesh
@@ -49,9 +50,6 @@ def check_engine(config: RunConfig) -> None:
         return
     from cospec.rollout.vllm import import_vllm
 
-    ranks = config.mesh.pp * config.mesh.dp * config.mesh.cp
-    rule = f"runs in the process of a single rank, or in those of mesh.serve; the mesh has {ranks}"
-    require(ranks == 1 or config.mesh.serve > 0, "rollout.engine", "vllm", rule)
     try:
         import_vllm()
     except ImportError as error:
@@ -69,12 +67,19 @@ def build_engine(config: RunConfig, learner: Learner, *, max_prompt: int) -> Eng
     if link is not None:
         states = _streams(learner) if config.rollout.engine == "vllm" else None
         return Remote(link, draft, max_prompt=max_prompt, states=states)
-    if learner.mesh.world_rank not in serving_ranks(config, learner.mesh):
-        return Elsewhere()
+    serves = learner.mesh.world_rank in serving_ranks(config, learner.mesh)
     spec = learner.runner.parts[0].config
     if config.rollout.engine == "vllm":
-        draft_state = None if learner.draft is None else learner.draft.full_state()
-        return _vllm_engine(config, spec, learner.runner.full_state(), draft, draft_state, max_prompt=max_prompt)
+        policy, trained = _streams(learner)
+        if not serves:
+            elsewhere = Elsewhere()
+            elsewhere.refit(policy, trained, 0)  # the others start with weights, which all ranks gather
+            return elsewhere
+        state, draft_state = whole_state(policy), None if trained is None else whole_state(trained)
+        where = {"device": learner.mesh.device, "alone": learner.mesh.world_size == 1}
+        return _vllm_engine(config, spec, state, draft, draft_state, max_prompt=max_prompt, **where)
+    if not serves:
+        return Elsewhere()
     return _native_engine(config, spec, draft, learner.mesh.device, max_prompt=max_prompt)
 
 
@@ -86,7 +91,8 @@ def build_served_engine(
     if policy is not None:
         state = whole_state(policy)
         draft_state = None if draft is None else whole_state(draft)
-        return _vllm_engine(config, spec, state, call.draft, draft_state, max_prompt=call.max_prompt)
+        where = {"device": device, "alone": False}
+        return _vllm_engine(config, spec, state, call.draft, draft_state, max_prompt=call.max_prompt, **where)
     return _native_engine(config, spec, call.draft, device, max_prompt=call.max_prompt)
 
 
@@ -110,18 +116,25 @@ def _vllm_engine(
     draft_state: dict[str, Tensor] | None,
     *,
     max_prompt: int,
+    device: torch.device,
+    alone: bool,
 ) -> Engine:
-    """vLLM in this process, started from folders that are gone afterwards: refits come from memory."""
+    """vLLM in this process where it is `alone` on a CPU, else in one of its own.
+
+    It starts from folders that are gone afterwards: refits come from memory.
+    """
     from cospec.rollout.vllm import VLLMEngine
+    from cospec.rollout.vllm_process import VLLMProcess
 
     check_engine(config)
     if not config.rollout.num_draft_tokens:
         draft = None
+    build = VLLMEngine if alone and device.type == "cpu" else partial(VLLMProcess, device=device)
     with tempfile.TemporaryDirectory(prefix="cospec-vllm-") as folder:
         save_hf(spec, policy_state, f"{folder}/policy")
         if draft is not None:
             save_draft(Eagle3Draft(draft), f"{folder}/draft", family="vllm", state=draft_state)
-        return VLLMEngine(
+        return build(
             f"{folder}/policy",
             spec,
             None if draft is None else f"{folder}/draft",
@@ -129,6 +142,7 @@ def _vllm_engine(
             num_draft_tokens=config.rollout.num_draft_tokens,
             max_len=max_prompt + config.rollout.max_new_tokens,
             max_batch=max(1, config.rl.prompts_per_step * config.rl.samples_per_prompt),
+            dtype=config.rollout.dtype,
         )
 
 
