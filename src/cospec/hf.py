@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cospec.config import PolicyConfig, RopeConfig, require
-from cospec.durable import new_folder
+from cospec.tensor_writer import INDEX
 
-INDEX = "model.safetensors.index.json"
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
 
 
@@ -200,47 +198,6 @@ class TensorFolder(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         return self._file_of[key].get_tensor(key)
-
-
-def write_folder(
-    folder: str | Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    *,
-    max_shard_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-) -> None:
-    """Write config.json and safetensors (several with an index when they exceed `max_shard_bytes`).
-
-    The folder appears under its name only when it is complete. Raises FileExistsError for a
-    folder that has files in it, unless `overwrite`, which replaces the whole folder.
-    """
-    with new_folder(folder, overwrite=overwrite) as partial:
-        shards: list[list[str]] = [[]]
-        size = 0
-        for key, tensor in tensors.items():
-            if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-                shards.append([])
-                size = 0
-            shards[-1].append(key)
-            size += tensor.nbytes
-        weight_map = {}
-        for i, keys in enumerate(shards):
-            single = len(shards) == 1
-            name = "model.safetensors" if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            save_file({k: _compact(tensors[k]) for k in keys}, partial / name, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(keys, name)
-        if len(shards) > 1:
-            total = sum(t.nbytes for t in tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX).write_text(json.dumps(index, indent=2))
-        (partial / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU with a storage of exactly its own size, which safetensors wants."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:

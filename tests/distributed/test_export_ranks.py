@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from cospec.config import ConfigError
 from cospec.export.eagle3 import load_draft, save_draft
-from cospec.export.files import TensorWriter
+from cospec.tensor_writer import TensorWriter
 from support.ttt_cases import make_draft
 
 

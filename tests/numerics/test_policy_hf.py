@@ -6,11 +6,13 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from cospec import hf, titan
 from cospec.config import ConfigError, PolicyConfig, RopeConfig
 from cospec.policy.build import build_policy, full_state, head_weight
 from cospec.policy.weights import from_hf, load_hf, save_hf, to_hf
+from cospec.tensor_writer import TensorWriter
 from support.dense_context import DenseCausal
 
 SIZES = {
@@ -164,6 +166,13 @@ def test_router_without_norm_topk_prob_is_refused(tmp_path):
             titan.policy_config_from_hf(tmp_path)
 
 
+def write_folder(folder, config, tensors):
+    folder.mkdir()
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(titan.hf_config(config)))
+    return folder
+
+
 def test_wrong_folders_are_named(tmp_path):
     """Known failures 22 (absent tensor), 29 (truncated), 34 (pickles are not read)."""
     cfg = tiny("qwen3")
@@ -173,8 +182,7 @@ def test_wrong_folders_are_named(tmp_path):
     key = "model.layers.1.mlp.up_proj.weight"
 
     def write(name, changed):
-        hf.write_folder(tmp_path / name, titan.hf_config(config), changed)
-        return tmp_path / name
+        return write_folder(tmp_path / name, config, changed)
 
     with pytest.raises(ValueError, match=f"lacks tensors: {key}"):
         load_hf(policy, write("missing", {k: v for k, v in tensors.items() if k != key}))
@@ -210,7 +218,7 @@ def test_old_rope_tables_in_files_are_passed_over(tmp_path):
     policy = build_policy(tiny("llama"))
     tensors = to_hf(policy.config, full_state(policy))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    hf.write_folder(tmp_path / "old", titan.hf_config(policy.config), tensors)
+    write_folder(tmp_path / "old", policy.config, tensors)
     load_hf(policy, tmp_path / "old")
 
 
@@ -218,14 +226,14 @@ def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     """Known failures 30 and 37: a folder has its name only when it is complete."""
     policy = build_policy(tiny("qwen3"))
     state = full_state(policy)
-    calls = []
+    write = TensorWriter.write
 
-    def failing(tensors, path, **kwargs):
-        calls.append(path)
-        if len(calls) == 2:
+    def failing(self, name, tensor):
+        if self._next == 5:
             raise OSError("disk full")
+        write(self, name, tensor)
 
-    monkeypatch.setattr(hf, "save_file", failing)
+    monkeypatch.setattr(TensorWriter, "write", failing)
     with pytest.raises(OSError, match="disk full"):
         save_hf(policy.config, state, tmp_path / "out", max_shard_bytes=20_000)
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from cospec.draft.vocab import vocab_maps
 from cospec.export.card import Card, read_card
 from cospec.export.eagle3 import load_draft, save_draft
 from cospec.export.eagle3_config import UNSERVED, config_json, read_config
-from cospec.export.files import TensorWriter
+from cospec.tensor_writer import TensorWriter
 
 FAMILIES = ("sglang", "vllm", "speculators")
 IDS = "eagle_aux_hidden_state_layer_ids"

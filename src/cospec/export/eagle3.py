@@ -23,7 +23,8 @@ from cospec.draft.vocab import check_vocab
 from cospec.durable import new_folder
 from cospec.export.card import CARD, Card, card_text, commit
 from cospec.export.eagle3_config import Family, config_json, read_config
-from cospec.export.files import Spec, TensorWriter, check_inside, open_tensors, read_json, write_json
+from cospec.export.files import check_inside, open_tensors, read_json, write_json
+from cospec.tensor_writer import Spec, TensorWriter, file_order
 
 LAYER_PREFIX = {"sglang": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -113,7 +114,7 @@ def save_draft(
     stored = {name.replace("midlayer.", prefix, 1): name for name in names}
     specs = [
         Spec(new, tuple(own[old].shape), floating if own[old].is_floating_point() else own[old].dtype)
-        for new, old in stored.items()
+        for new, old in sorted(stored.items())
     ]
     _say_dtype(raw, str(floating).removeprefix("torch."))
     card = card or Card(policy=verifier, commit=commit())
@@ -122,7 +123,7 @@ def save_draft(
         partial = ranks.first(lambda: stack.enter_context(new_folder(folder, overwrite=overwrite)))
         writer = ranks.first(lambda: TensorWriter(partial, specs, max_shard_bytes=max_shard_bytes))
         ranks.agree()
-        for spec in sorted(specs, key=TensorWriter.key):
+        for spec in file_order(specs):
             name = stored[spec.name]
             tensor = source[name]
             if isinstance(tensor, DTensor):

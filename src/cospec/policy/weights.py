@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from cospec import hf
+from cospec.durable import new_folder
+from cospec.tensor_writer import Spec, TensorWriter
 from cospec.titan import DecoderConfig, assign, hf_adapter, hf_config, plain_name
 
 
@@ -29,21 +32,26 @@ def to_hf(config: DecoderConfig, state: Mapping[str, Tensor]) -> dict[str, Tenso
     Raises ValueError naming tensors that are missing, unknown or misshapen, or that the
     format cannot hold.
     """
+    return dict(_stream_to_hf(config, state))
+
+
+def _stream_to_hf(config: DecoderConfig, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `_hf_layout`; `state` is asked for one tensor at a time."""
     layout, adapter = _hf_layout(config), hf_adapter(config)
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in config.build().state_dict().items()}
     _check_names("state", set(state), wanted=set(shapes), known=set(shapes))
-    out: dict[str, Tensor] = {}
-    for name, value in state.items():
+    for name in layout:
+        value = state[name].detach()
         _check_shape(name, value.shape, shapes[name])
-        if name in layout:
-            out |= adapter.to_hf({name: value.detach()})
-        elif config.enable_weight_tying and name == "lm_head.weight":
-            if not torch.equal(value, state["tok_embeddings.weight"]):
+        yield from adapter.to_hf({name: value}).items()
+        del value
+    for name in shapes.keys() - layout.keys():
+        if config.enable_weight_tying and name == "lm_head.weight":
+            if not torch.equal(state[name], state["tok_embeddings.weight"]):
                 raise ValueError("lm_head.weight differs from tok_embeddings.weight, but the policy ties them")
-        elif value.any():
+        elif state[name].any():
             raise ValueError(f"{name} is not zero, and a Hugging Face folder has no place for it")
-    return out
 
 
 def from_hf(config: DecoderConfig, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -86,12 +94,27 @@ def save_hf(
 ) -> None:
     """Write a whole state dict as a folder that transformers loads; one process calls it.
 
-    dtype: of the tensors in the files; None keeps theirs. See `hf.write_folder` for the rest.
+    `state` is asked for one tensor at a time, and one is in memory. The folder appears under
+    its name only when it is complete.
+
+    Args:
+        dtype: of the tensors in the files; None takes that of the embeddings.
+        max_shard_bytes: of tensor data in one file; more makes several files and an index.
+        overwrite: replace a folder that has files in it.
+
+    Raises ValueError as `to_hf`; FileExistsError for a folder in use.
     """
-    tensors = {key: value.to(dtype or value.dtype) for key, value in to_hf(config, state).items()}
-    kind = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    dtype = dtype or state["tok_embeddings.weight"].dtype
+    keys = [item for found in _hf_layout(config).values() for item in found.items()]
+    specs = [Spec(key, shape, dtype) for key, shape in keys]
+    kind = str(dtype).removeprefix("torch.")
     raw = {**hf_config(config), "dtype": kind, "torch_dtype": kind}
-    hf.write_folder(folder, raw, tensors, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+    with new_folder(folder, overwrite=overwrite) as partial:
+        writer = TensorWriter(partial, specs, max_shard_bytes=max_shard_bytes)
+        for key, value in _stream_to_hf(config, state):
+            writer.write(key, value.to(dtype))
+        writer.finish()
+        (partial / "config.json").write_text(json.dumps(raw, indent=2))
 
 
 def _read(adapter, name: str, keys: Mapping[str, tuple[int, ...]], source: Mapping[str, Tensor]) -> Tensor:
