@@ -160,14 +160,22 @@ def test_log_probabilities_are_the_trainers(engine, models, temperature, filters
     assert worst < 1e-4
 
 
-@pytest.mark.parametrize("quality", ["good", "bad"])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 12, "top_p": 0.9}], ids=["plain", "filtered"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+FILTERS = {"plain": {}, "filtered": {"top_k": 12, "top_p": 0.9}}
+SAMPLINGS = [
+    pytest.param(temperature, filters, quality, marks=() if quick else pytest.mark.slow)
+    for temperature in (0.7, 1.0)
+    for filters in FILTERS
+    for quality in ("good", "bad")
+    for quick in [(temperature, filters, quality) in ((0.7, "plain", "bad"), (1.0, "filtered", "good"))]
+]
+
+
+@pytest.mark.parametrize("temperature, filters, quality", SAMPLINGS)
 def test_samples_have_the_policys_distribution(engine, models, refit, temperature, filters, quality):
     """Known failure 42: every response position 1..6, against distributions of the training code."""
     if quality == "bad":
         refit(draft=random_draft(models[1]))
-    params = SamplingParams(max_new_tokens=6, temperature=temperature, seed=9, **filters)
+    params = SamplingParams(max_new_tokens=6, temperature=temperature, seed=9, **FILTERS[filters])
     rollouts = engine.generate(prompts(4, longest=6, seed=10) * 250, params)
     p_values, z = position_tests(models[0], rollouts, params)
     print(p_values, z)
@@ -302,7 +310,12 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = ("vllm, qwen3 norms", "speculators")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_both_families_propose_as_trained(models, tmp_path, name):
     family, draft_vocab, settings = FAMILIES[name]
     policy, draft = train(tmp_path, draft_vocab, steps=15, policy=models[0], **settings)

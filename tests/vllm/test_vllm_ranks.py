@@ -98,15 +98,23 @@ def train_and_serve(rank, config, steps):
     return [(r.token_ids, r.proposed, r.accepted, r.policy_version) for r in rollouts], type(engine).__name__
 
 
-def test_a_mesh_with_vllm_on_its_ranks_is_one_process(ranks, tmp_path):
-    """On both of two ranks, and on one of them: tokens and acceptances of one process with vLLM in it."""
-    config = replace(run_config(tmp_path), rollout=RolloutConfig(engine="vllm", num_draft_tokens=K, max_new_tokens=32))
-    alone, engine = train_and_serve(0, config, 30)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """(config, rollouts) of one process with vLLM in it."""
+    rollout = RolloutConfig(engine="vllm", num_draft_tokens=K, max_new_tokens=32)
+    config = replace(run_config(tmp_path_factory.mktemp("alone")), rollout=rollout)
+    rollouts, engine = train_and_serve(0, config, 30)
     assert engine == "VLLMEngine"
-    assert {version for *_, version in alone} == {3, 4}
-    assert sum(sum(kept) for _, _, kept, _ in alone) > 300
-    for serving, engines in ((None, ["VLLMProcess", "VLLMProcess"]), ((1,), ["Elsewhere", "VLLMProcess"])):
-        spread = replace(config, mesh=MeshConfig(dp=2), rollout=replace(config.rollout, engine_ranks=serving))
-        found = ranks.run(2, train_and_serve, spread, 30, timeout_s=300)
-        assert [name for _, name in found] == engines
-        assert [rollouts for rollouts, _ in found] == [alone, alone]
+    assert {version for *_, version in rollouts} == {3, 4}
+    assert sum(sum(kept) for _, _, kept, _ in rollouts) > 300
+    return config, rollouts
+
+
+@pytest.mark.parametrize("serving", [None, pytest.param((1,), marks=pytest.mark.slow)])
+def test_a_mesh_with_vllm_on_its_ranks_is_one_process(ranks, alone, serving):
+    """On both of two ranks, and on one of them: tokens and acceptances of one process with vLLM in it."""
+    config, expected = alone
+    config = replace(config, mesh=MeshConfig(dp=2), rollout=replace(config.rollout, engine_ranks=serving))
+    found = ranks.run(2, train_and_serve, config, 30, timeout_s=300)
+    assert [name for _, name in found] == ["Elsewhere" if serving else "VLLMProcess", "VLLMProcess"]
+    assert [rollouts for rollouts, _ in found] == [expected, expected]

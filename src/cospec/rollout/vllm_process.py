@@ -188,6 +188,7 @@ def _start(folder: str, log: Path, engine_device: torch.device) -> tuple[subproc
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            start_new_session=True,  # signals to the job are for its ranks, with which this process ends
         )
     return process, Connection(ours.detach())
 
@@ -241,7 +242,6 @@ def _leave(folder: str) -> None:
 
 def main() -> None:
     descriptor, parent, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the parent
     threading.Thread(target=_watch, args=(parent, folder), daemon=True).start()
     connection, host = Connection(descriptor), _Host()
     with suppress(EOFError, OSError):
