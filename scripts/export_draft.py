@@ -23,7 +23,7 @@ from cospec.export.eagle3_config import Family
 from cospec.export.fit import read_folder, require_fit
 from cospec.hf import read_policy_config
 from cospec.train.checkpoint import CheckpointError
-from cospec.train.drafts import find_checkpoint, read_checkpoint
+from cospec.train.saved import find_checkpoint, read_draft
 
 
 def export(
@@ -58,7 +58,7 @@ def export(
     checkpoint = find_checkpoint(source)
     kept = None if dtype is None else getattr(torch, dtype)
     if checkpoint is not None:
-        draft, state, card = read_checkpoint(checkpoint)
+        draft, state, card = read_draft(checkpoint)
     else:
         found = read_folder(source, tap_layers=tap_layers, ignore=ignore)
         draft, state, card = found.draft, None, read_card(source)

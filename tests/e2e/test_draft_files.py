@@ -21,8 +21,8 @@ from cospec.policy.build import build_policy, full_state
 from cospec.policy.weights import save_hf
 from cospec.records import Taps
 from cospec.train.checkpoint import CheckpointError
-from cospec.train.drafts import read_checkpoint
 from cospec.train.loop import run_sft
+from cospec.train.saved import read_draft
 from support.served_draft import ServedDraft
 from support.tiny_runs import POLICY, tiny_sft
 from support.ttt_cases import D, V, make_documents, make_draft, pack
@@ -282,7 +282,7 @@ def test_export_of_a_new_draft(tmp_path, capsys):
     a, b = (load_draft(tmp_path / f).state_dict() for f in FAMILIES[:2])
     assert all(torch.equal(a[name], b[name]) for name in a)
     first = min((tmp_path / "run/checkpoints").glob("step-*"))
-    draft, state, _ = read_checkpoint(first)
+    draft, state, _ = read_draft(first)
     assert draft.fc.weight.device.type == "meta"
     assert sorted(state) == sorted(draft.state_dict())
     assert command("export_draft", first, tmp_path / "first", "--to", "vllm", "--dtype", "bfloat16") == 0
@@ -298,7 +298,7 @@ def test_export_of_a_new_draft(tmp_path, capsys):
     assert command("export_draft", tmp_path / "unsaved", tmp_path / "none", "--to", "vllm") == 2
     assert "kept no checkpoint" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="no such checkpoint"):
-        read_checkpoint(tmp_path / "absent")
+        read_draft(tmp_path / "absent")
 
 
 def test_import_keeps_everything(tmp_path, capsys):

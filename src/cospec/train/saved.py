@@ -1,4 +1,4 @@
-"""The draft of a run's checkpoint, to be exported without loading the rest of the run."""
+"""The draft or the policy of a run's checkpoint, to be exported without loading the rest of the run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from cospec.config import ConfigError, Eagle3Config, RopeConfig
+from cospec.config import ConfigError, Eagle3Config, PolicyConfig, RopeConfig
 from cospec.draft.eagle3 import Eagle3Draft
 from cospec.export.card import Card, commit
 from cospec.export.eagle3 import read_raw
 from cospec.export.eagle3_config import read_config
+from cospec.titan import DecoderConfig, build_config
 from cospec.train import checkpoint
 from cospec.train.checkpoint import MANIFEST, CheckpointError
 from cospec.train.loop import RUN
 from cospec.train.metrics import CHECKPOINTS, EVALUATIONS, METRICS, read_rows
 from cospec.train.storage import SafetensorsReader
 
-PREFIX = "draft.model."
 MEASURED = "acceptance_length_cotrained"
 
 
@@ -46,7 +46,7 @@ def find_checkpoint(folder: Path) -> Path | None:
     return found
 
 
-def read_checkpoint(path: Path) -> tuple[Eagle3Draft, Mapping[str, Tensor], Card]:
+def read_draft(path: Path) -> tuple[Eagle3Draft, Mapping[str, Tensor], Card]:
     """The draft's shape (on the meta device), its tensors, each read when asked for, and what the run knew.
 
     Raises CheckpointError for a checkpoint that is broken or has no draft.
@@ -67,15 +67,30 @@ def read_checkpoint(path: Path) -> tuple[Eagle3Draft, Mapping[str, Tensor], Card
         draft.init_seed = manifest["definition"]["seed"]
     else:
         draft.kept_config = _kept(init, draft.config)
-    return draft, _Tensors(path, manifest), _card(run, settings, manifest)
+    return draft, _Tensors(path, manifest, "draft.model."), _card(run, settings, manifest)
+
+
+def read_policy(path: Path) -> tuple[DecoderConfig, Mapping[str, Tensor], str | None]:
+    """The policy's spec, its tensors, each read when asked for, and the folder it started from, if any.
+
+    Raises CheckpointError for a checkpoint that is broken or has no policy, as those of offline runs.
+    """
+    manifest = checkpoint.verify(path)
+    said = manifest["definition"].get("policy")
+    if said is None:
+        raise CheckpointError(f"{path}: the run trained no policy")
+    sizes: dict[str, Any] = {**said, "rope": RopeConfig(**said["rope"])}
+    spec = build_config(PolicyConfig(**sizes))
+    start = _read(path.parent.parent / "config.json").get("policy", {}).get("hf_path")
+    return spec, _Tensors(path, manifest, "policy.model."), start
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Whole tensors of a checkpoint's draft; one at a time is in memory."""
+    """Whole tensors of a part of a checkpoint; one at a time is in memory."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]):
-        self.path, self.manifest = path, manifest
-        self.names = [n.removeprefix(PREFIX) for n in manifest["tensors"] if n.startswith(PREFIX)]
+    def __init__(self, path: Path, manifest: dict[str, Any], prefix: str):
+        self.path, self.manifest, self.prefix = path, manifest, prefix
+        self.names = [n.removeprefix(prefix) for n in manifest["tensors"] if n.startswith(prefix)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -87,13 +102,13 @@ class _Tensors(Mapping[str, Tensor]):
         return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self.manifest["tensors"][PREFIX + name]
-        wanted = {PREFIX + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))}
+        entry = self.manifest["tensors"][self.prefix + name]
+        wanted = {self.prefix + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
             dcp.load(wanted, storage_reader=SafetensorsReader(self.path, self.manifest), planner=planner, no_dist=True)
-        return wanted[PREFIX + name]
+        return wanted[self.prefix + name]
 
 
 def _kept(folder: str, config: Eagle3Config) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""scripts/export_policy.py: the policy of a run as a folder that transformers, and another run, can start from."""
+
+import runpy
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from cospec.config import DraftConfig, PolicyConfig
+from cospec.policy.build import build_policy
+from cospec.train.loop import run_sft
+from cospec.train.saved import _Tensors, find_checkpoint, read_policy
+from support.tiny_runs import tiny_sft
+
+export = runpy.run_path(str(Path(__file__).parents[2] / "scripts/export_policy.py"))["main"]
+
+
+def refusal(capsys, *argv):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        export([str(a) for a in argv])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy") / "run"
+    run_sft(tiny_sft(folder, steps=2, every=1))
+    return folder
+
+
+def test_a_run_goes_on_from_what_another_trained(finished, tmp_path, monkeypatch, capsys):
+    """One tensor is in memory at a time; the folder loads elsewhere, and its tokenizer follows it on."""
+    last, read = [lambda: None], _Tensors.__getitem__
+
+    def watched(self, name):
+        assert last[0]() is None, f"the tensor before {name} is still in memory"
+        tensor = read(self, name)
+        last[0] = weakref.ref(tensor)
+        return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Tensors, "__getitem__", watched)
+        export([str(finished), str(tmp_path / "first"), "--max_shard_bytes", "20000"])
+    assert len(list((tmp_path / "first").glob("*.safetensors"))) > 1
+    _, saved, start = read_policy(find_checkpoint(finished))
+    assert start is None
+    policy = build_policy(PolicyConfig(hf_path=str(tmp_path / "first")))
+    assert all(torch.equal(value, saved[name]) for name, value in policy.state_dict().items() if name in saved)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.float32)
+    assert torch.equal(theirs.lm_head.weight, saved["lm_head.weight"])
+
+    (tmp_path / "first" / "tokenizer.json").write_text("{}")
+    config = replace(tiny_sft(tmp_path / "second", steps=1, every=1), draft=DraftConfig(enabled=False))
+    run_sft(replace(config, policy=PolicyConfig(hf_path=str(tmp_path / "first"), vocab_size=64)))
+    checkpoint = find_checkpoint(tmp_path / "second")
+    export([str(checkpoint), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert "not empty" in refusal(capsys, checkpoint, tmp_path / "out")
+    export([str(checkpoint), str(tmp_path / "out"), "--overwrite"])
+
+
+def test_what_holds_no_policy_is_refused(tmp_path, capsys):
+    assert "neither a run nor a checkpoint" in refusal(capsys, tmp_path, tmp_path / "out")
+    run_sft(tiny_sft(tmp_path / "unsaved", steps=1, every=0))
+    assert "kept no checkpoint" in refusal(capsys, tmp_path / "unsaved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
