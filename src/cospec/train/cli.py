@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 
 import tyro
 
 from cospec.config import RunConfig
 from cospec.records import Diverged
+from cospec.rl.checked import TaskError
 from cospec.train.check import check
 from cospec.train.faults import REFUSALS, RankFault, leave
 
@@ -18,7 +20,8 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
 
     Unknown flags, wrong types and impossible values end with one message and exit code 2,
     before anything is written; so does a checkpoint or a feature store that cannot be written or read.
-    A rank that fails or dies ends all, with one message and exit code 1; so does a model that diverged.
+    A rank that fails or dies ends all, with one message and exit code 1; so does a model that diverged,
+    and a task of your own that fails, whose traceback comes first.
     """
     config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
     try:
@@ -27,7 +30,9 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except Diverged as error:
+    except (Diverged, TaskError) as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except RankFault as fault:

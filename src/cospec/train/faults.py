@@ -27,6 +27,7 @@ from cospec.config import ConfigError, RunConfig
 from cospec.features.store import StoreError
 from cospec.link import ENDED, Refused
 from cospec.mesh import Job, Mesh, current_job
+from cospec.rl.checked import TaskError
 from cospec.rollout.engine import EngineError
 from cospec.train.checkpoint import CheckpointError
 from cospec.train.metrics import CHECKPOINTS
@@ -72,9 +73,10 @@ def watched(config: RunConfig, mesh: Mesh) -> Iterator[None]:
             yield
         except Exception as error:
             text = _innermost(error)
-            own_engine = isinstance(error, EngineError) and mesh.link is None  # of this rank alone
-            lost_peer = not own_engine and _LOST_PEER.search(text) is not None
-            refusal = isinstance(error, REFUSALS) and not lost_peer and not own_engine
+            # Of this rank alone, whatever connections or time-outs the text speaks of.
+            own = isinstance(error, TaskError) or (isinstance(error, EngineError) and mesh.link is None)
+            lost_peer = not own and _LOST_PEER.search(text) is not None
+            refusal = isinstance(error, REFUSALS) and not lost_peer and not own
             if isinstance(error, ConfigError | Refused) or refusal:
                 if mesh.link is not None:
                     mesh.link.refuse(str(error))

@@ -20,6 +20,7 @@ from torch import Tensor
 from cospec.config import ConfigError, RunConfig, require
 from cospec.data.source import DocumentStream, read_dataset, read_jsonl, synthetic_documents
 from cospec.records import Document
+from cospec.rl.checked import CheckedTask
 from cospec.rl.grpo import METRICS, policy_loss, policy_metrics
 from cospec.rl.tasks import Task, make_task
 from cospec.train.evaluate import Evaluator
@@ -51,9 +52,11 @@ def run_rl(config: RunConfig, task: Task | None = None) -> None:
     """Speculative RL rollouts, policy step, draft co-training and refit on one mesh.
 
     task: one of your own, instead of the one that `rl.task` names; on every rank the same.
+
+    Raises TaskError where the task fails or gives what cannot be used, see rl.checked.
     """
     name = config.rl.task if task is None else type(task).__name__
-    task = make_task(config.rl.task, seed=config.seed) if task is None else task
+    task = CheckedTask(make_task(config.rl.task, seed=config.seed) if task is None else task)
     config = replace(config, policy=replace(config.policy, vocab_size=task.vocab_size))
     limits = {"longest": _check_lengths(config, task), "vocab_size": task.vocab_size}
     check_engine(config)
