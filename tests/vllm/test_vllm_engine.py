@@ -13,7 +13,7 @@ need_vllm()
 from cospec.config import Eagle3Config  # noqa: E402
 from cospec.policy.build import full_state  # noqa: E402
 from cospec.records import SamplingParams  # noqa: E402
-from cospec.rollout import NativeEngine, acceptance_by_position, acceptance_length  # noqa: E402
+from cospec.rollout import NativeEngine, acceptance_by_position, acceptance_length, vllm_refit  # noqa: E402
 from cospec.rollout.probe import chi_square, rank_uniforms  # noqa: E402
 from cospec.rollout.replay import chains_of, replay  # noqa: E402
 from cospec.rollout.sampling import policy_logp  # noqa: E402
@@ -332,10 +332,12 @@ def test_both_families_propose_as_trained(models, tmp_path, name):
 
 
 def test_a_dead_engine_says_so(models, tmp_path, monkeypatch):
-    policy, _ = models
-    path, _ = folders(tmp_path, *models)
-    engine = VLLMEngine(path, policy.config, max_len=MAX_LEN, self_test=False)
-    rollouts = engine.generate(prompts(10), GREEDY)  # without a draft
+    policy, draft = models
+    path, draft_path = folders(tmp_path, *models)
+    options = {"num_draft_tokens": 0, "max_len": MAX_LEN, "self_test": False}
+    engine = VLLMEngine(path, policy.config, draft_path, draft.config, **options)
+    engine.refit(full_state(policy), full_state(draft), 1)  # a draft that is trained and not used
+    rollouts = engine.generate(prompts(10), GREEDY)
     oracle = NativeEngine(policy, max_len=MAX_LEN).generate(prompts(10), GREEDY)
     assert [r.token_ids for r in rollouts] == [r.token_ids for r in oracle]
 
@@ -351,4 +353,14 @@ def test_a_dead_engine_says_so(models, tmp_path, monkeypatch):
         engine.generate(prompts(2), GREEDY)
     with pytest.raises(EngineError, match="died earlier"):
         engine.refit(state, None, 1)
+    engine._dead = None
+
+    def full(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(vllm_refit.HandOver, "send", full)
+    with pytest.raises(OSError, match="disk full"):
+        engine.refit(state, None, 1)
+    with pytest.raises(EngineError, match="died earlier .its refit broke off: OSError: disk full"):
+        engine.generate(prompts(2), GREEDY)
     assert all(torch.equal(v, full_state(policy)[k]) for k, v in state.items())

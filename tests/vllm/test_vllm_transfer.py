@@ -21,7 +21,9 @@ from cospec.rollout.vllm_refit import (  # noqa: E402
     ByIpc,
     ByNccl,
     HandOver,
+    Outgoing,
     choose_transfer,
+    outgoing,
     register_backend,
 )
 from cospec.rollout.vllm_start import import_vllm  # noqa: E402
@@ -88,14 +90,14 @@ def assert_arrived(recorder, sent, draft, updates):
 @pytest.mark.parametrize("draft", [False, True])
 def test_within_a_process_the_tensors_themselves_go(draft):
     recorder, sent = Recorder(lambda info: dict(TensorUpdate(**info).load())), tensors()
-    HandOver().send(recorder, sent, draft=draft)
+    HandOver().send(recorder, outgoing(sent), draft=draft)
     assert_arrived(recorder, sent, draft, updates=1)
 
 
 @pytest.mark.parametrize("chunk, updates", [(1, 6), (200, 2), (10**6, 1)])
 def test_files_come_one_at_a_time_and_go(tmp_path, chunk, updates):
     recorder, sent = Recorder(lambda info: dict(TensorUpdate(**info).load())), tensors()
-    ByFile(tmp_path, chunk).send(recorder, sent, draft=True)
+    ByFile(tmp_path, chunk).send(recorder, outgoing(sent), draft=True)
     assert_arrived(recorder, sent, True, updates)
     assert list(tmp_path.iterdir()) == []
 
@@ -107,9 +109,9 @@ def test_a_file_of_an_update_that_failed_does_not_matter_to_the_next(tmp_path):
             raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        ByFile(tmp_path).send(refuse, tensors(), draft=False)
+        ByFile(tmp_path).send(refuse, outgoing(tensors()), draft=False)
     recorder, sent = Recorder(lambda info: dict(TensorUpdate(**info).load())), tensors(1)
-    ByFile(tmp_path).send(recorder, sent, draft=False)
+    ByFile(tmp_path).send(recorder, outgoing(sent), draft=False)
     assert_arrived(recorder, sent, False, 1)
 
 
@@ -191,12 +193,52 @@ def test_ipc_handles_are_packed_as_vllm_unpacks_them(fake_cuda, chunk, updates, 
     worker.init_transfer_engine(worker.parse_init_info(recorder.init))
     assert worker.packed
     recorder.calls.clear()
-    transfer.send(recorder, sent, draft=draft)
+    transfer.send(recorder, outgoing(sent), draft=draft)
     assert_arrived(recorder, sent, draft, updates)
     assert [tensor.nbytes for tensor in fake_cuda.exported] == [buffer]  # one, whatever the model's size
     assert fake_cuda.opened == [0]
-    transfer.send(recorder, tensors(1), draft=draft)
+    transfer.send(recorder, outgoing(tensors(1)), draft=draft)
     assert all(torch.equal(recorder.got[name], value) for name, value in tensors(1).items())
+
+
+def passing(tensors):
+    """As a stream gives them: each in the memory of the one before."""
+    memory = torch.empty(max(value.nbytes for value in tensors.values()), dtype=torch.uint8)
+
+    def one_by_one():
+        for name, value in tensors.items():
+            place = memory[: value.nbytes].view(value.dtype).view(value.shape)
+            yield name, place.copy_(value)
+        memory.fill_(0)
+
+    return Outgoing(outgoing(tensors).declared, one_by_one(), passing=True)
+
+
+def test_tensors_that_pass_are_kept_as_long_as_vllm_needs_them(fake_cuda, tmp_path):
+    def read_file_or_tensors(info):
+        held.append(TensorUpdate(**info).load())
+        return {}
+
+    worker = parameters(ipc_engine.IPCWeightTransferEngine)
+    worker.packed = True
+
+    def read_handle(info):
+        worker.model.load_weights = lambda pairs: held.append(list(pairs))
+        worker.receive_weights(worker.parse_update_info(info))
+        return {}
+
+    sent = tensors() | {"more": torch.ones(3, dtype=torch.float64)}
+    for transfer, read in (
+        (HandOver(), read_file_or_tensors),
+        (ByFile(tmp_path, 60), read_file_or_tensors),
+        (ByIpc(GPU, 10), read_handle),
+    ):
+        for wanted in (sent, {name: value for name, value in sent.items() if value.dtype == torch.float32}):
+            held = []
+            transfer.send(Recorder(read), passing(wanted), draft=False)
+            got = dict(pair for pairs in held for pair in pairs)
+            assert got.keys() == wanted.keys()
+            assert all(torch.equal(got[name], value) for name, value in wanted.items()), type(transfer)
 
 
 class Broadcasts:
@@ -236,7 +278,7 @@ def test_nccl_buffers_are_cut_as_vllm_cuts_them(fake_cuda, monkeypatch, chunk, d
     assert worker.model_update_group == (1, 2)
     assert (worker.packed, worker.packed_buffer_size_bytes) == (True, chunk)
     recorder.calls.clear()
-    transfer.send(recorder, sent, draft=draft)
+    transfer.send(recorder, outgoing(sent), draft=draft)
     worker.model_update_group = Receives(group.sent)
     worker.receive_weights(worker.parse_update_info(updates[0]))
     assert worker.model_update_group.sent == []

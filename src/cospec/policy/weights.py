@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from cospec import hf
 from cospec.durable import new_folder
+from cospec.policy.stream import WeightStream
 from cospec.tensor_writer import Spec, TensorWriter
 from cospec.titan import DecoderConfig, assign, hf_adapter, hf_config, plain_name
+
+Declared = list[tuple[str, tuple[int, ...], torch.dtype]]
+"""Name, shape and dtype of tensors, in the order in which they come."""
 
 
 def _hf_layout(config: DecoderConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -52,6 +56,30 @@ def _stream_to_hf(config: DecoderConfig, state: Mapping[str, Tensor]) -> Iterato
                 raise ValueError("lm_head.weight differs from tok_embeddings.weight, but the policy ties them")
         elif state[name].any():
             raise ValueError(f"{name} is not zero, and a Hugging Face folder has no place for it")
+
+
+def translate_stream(config: DecoderConfig, stream: WeightStream) -> tuple[Declared, Iterator[tuple[str, Tensor]]]:
+    """What the tensors of a stream become, and these, read from it as they are asked for.
+
+    Raises ValueError as `to_hf` does, for names and shapes before a tensor is read.
+    """
+    layout, adapter = _hf_layout(config), hf_adapter(config)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in config.build().state_dict().items()}
+    _check_names("state", set(stream.shapes), wanted=set(shapes), known=set(shapes))
+    declared: Declared = []
+    for name, shape, dtype in (entry for part in stream.headers for entry in part):
+        _check_shape(name, shape, shapes[name])
+        declared += [(key, made, dtype) for key, made in layout.get(name, {}).items()]
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, value in stream.items():
+            if name in layout:
+                yield from adapter.to_hf({name: value.detach()}).items()
+            elif not (config.enable_weight_tying and name == "lm_head.weight") and value.any():
+                raise ValueError(f"{name} is not zero, and a Hugging Face folder has no place for it")
+
+    return declared, tensors()
 
 
 def from_hf(config: DecoderConfig, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from cospec.rollout.engine import EngineError, State, check_request
 from cospec.rollout.probe import ProbeResult
 from cospec.rollout.sampling import stream_keys
 from cospec.rollout.sequence import tally
-from cospec.rollout.vllm_refit import BACKEND, CALLS, HandOver, register_backend, translate
+from cospec.rollout.vllm_refit import BACKEND, CALLS, HandOver, register_backend, send_both, translate
 from cospec.rollout.vllm_selftest import PROBES, TOP, self_test
 from cospec.rollout.vllm_start import cache_bytes, check_settings, import_vllm, memory, own_state, room
 from cospec.titan import DecoderConfig
@@ -182,12 +182,13 @@ class VLLMEngine:
         Names and shapes of both are checked before any weight changes: ValueError names the
         tensor. Embeddings that the draft shares with the policy follow the policy's.
         """
-        policy_items, draft_items = translate(self.policy_config, self._draft, policy_state, draft_state)
-        transfer = HandOver()
-        transfer.send(self.transfer_call, policy_items, draft=False)
-        if draft_items is not None and self._most_draft_tokens:
-            transfer.send(self.transfer_call, draft_items, draft=True)
-        self.refitted(version)
+        policy, draft = translate(self.policy_config, self._draft, policy_state, draft_state)
+        try:
+            send_both(HandOver(), self.transfer_call, policy, draft, speculates=self._most_draft_tokens > 0)
+            self.refitted(version)
+        except BaseException as error:  # a mixture of two versions
+            self._dead = self._dead or f"its refit broke off: {type(error).__name__}: {error}"
+            raise
 
     def transfer_call(self, name: str, *args: Any) -> None:
         """One call of vLLM's weight-transfer API, for a `vllm_refit.Transfer`."""

@@ -30,7 +30,7 @@ from cospec.config import Eagle3Config
 from cospec.records import Diverged, Rollout, SamplingParams
 from cospec.rollout.engine import EngineError, State
 from cospec.rollout.vllm import VLLMEngine
-from cospec.rollout.vllm_refit import choose_transfer, translate
+from cospec.rollout.vllm_refit import choose_transfer, send_both, translate
 from cospec.rollout.vllm_start import check_settings
 from cospec.titan import DecoderConfig
 
@@ -102,11 +102,13 @@ class VLLMProcess:
 
     def refit(self, policy_state: State, draft_state: State | None, version: int) -> None:
         """See `VLLMEngine.refit`: both are checked before any weight changes."""
-        policy_items, draft_items = translate(self.policy_config, self._draft, policy_state, draft_state)
-        self._transfer.send(self._weights_call, policy_items, draft=False)
-        if draft_items is not None and self._most_draft_tokens:
-            self._transfer.send(self._weights_call, draft_items, draft=True)
-        self._call("refitted", version)
+        policy, draft = translate(self.policy_config, self._draft, policy_state, draft_state)
+        try:
+            send_both(self._transfer, self._weights_call, policy, draft, speculates=self._most_draft_tokens > 0)
+            self._call("refitted", version)
+        except BaseException as error:
+            self._dead = self._dead or f"its refit broke off: {type(error).__name__}: {error}"
+            raise
         self.policy_version = version
 
     @contextmanager

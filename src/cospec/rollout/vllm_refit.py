@@ -8,9 +8,10 @@ shapes of what NCCL brings.
 
 from __future__ import annotations
 
+import math
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from cospec.draft.eagle3 import Eagle3Draft
 from cospec.draft.vocab import check_vocab
-from cospec.policy.weights import to_hf
+from cospec.policy.stream import WeightStream
+from cospec.policy.weights import Declared, to_hf, translate_stream
 from cospec.rollout.engine import State, check_state, whole_state
 from cospec.titan import DecoderConfig
 
@@ -41,32 +43,79 @@ CHUNK_BYTES = 2**28
 
 Call = Callable[..., Any]
 """(name in CALLS, arguments): calls that method of the LLM, wherever it lives."""
-Items = Mapping[str, Tensor]
-"""Checkpoint tensors by Hugging Face name."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Checkpoint tensors by Hugging Face name: what comes, and then each, once.
+
+    passing: a tensor may be another one's memory when the next is asked for.
+    """
+
+    declared: Declared
+    tensors: Iterable[tuple[str, Tensor]]
+    passing: bool = False
+
+    @property
+    def largest(self) -> int:
+        return max(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.declared)
+
+    def aligned(self) -> Outgoing:
+        """Wide dtypes first: a packed buffer is read as views, whose offsets must be multiples of the item size."""
+        if len({dtype.itemsize for *_, dtype in self.declared}) == 1:
+            return self
+        kept = [(name, value.clone() if self.passing else value) for name, value in self.tensors]
+        return outgoing(dict(sorted(kept, key=lambda pair: -pair[1].dtype.itemsize)))
+
+
+def outgoing(tensors: Mapping[str, Tensor]) -> Outgoing:
+    return Outgoing([(name, tuple(x.shape), x.dtype) for name, x in tensors.items()], tensors.items())
 
 
 def translate(
     policy_config: DecoderConfig, draft: Eagle3Draft | None, policy_state: State, draft_state: State | None
-) -> tuple[Items, Items | None]:
-    """Checkpoint tensors of policy and draft, as vLLM loads them.
+) -> tuple[Outgoing, Callable[[], Outgoing] | None]:
+    """Checkpoint tensors of the policy, and of the draft once the policy's have been read, as vLLM loads them.
 
     draft: names and shapes of the running draft. Raises ValueError naming the tensor that is
-    missing, unknown or misshapen, of either, before anything was sent.
+    missing, unknown or misshapen, of either, before any is read. Streams are not collected.
     """
-    policy_items = to_hf(policy_config, whole_state(policy_state))
-    return policy_items, None if draft_state is None else _draft_items(draft, whole_state(draft_state))
+    if draft_state is not None:
+        if draft is None:
+            raise ValueError("draft_state: this engine was built without a draft, give None")
+        check_state("draft", draft, draft_state)
+        if not isinstance(draft_state, WeightStream):
+            _check_map(draft, draft_state)
+    if isinstance(policy_state, WeightStream):
+        policy = Outgoing(*translate_stream(policy_config, policy_state), passing=True)
+    else:
+        policy = outgoing(to_hf(policy_config, policy_state))
+    if draft is None or draft_state is None:
+        return policy, None
+    return policy, lambda: _draft_tensors(draft, whole_state(draft_state))
 
 
-def _draft_items(draft: Eagle3Draft | None, state: Mapping[str, Tensor]) -> Items:
-    if draft is None:
-        raise ValueError("draft_state: this engine was built without a draft, give None")
-    check_state("draft", draft, state)
-    config = draft.config
-    check_vocab(state["d2t"], state["t2d"], config.vocab_size, config.draft_vocab_size)
-    whole = config.draft_vocab_size == config.vocab_size  # vLLM has no map then
+def _draft_tensors(draft: Eagle3Draft, state: Mapping[str, Tensor]) -> Outgoing:
+    _check_map(draft, state)
+    whole = draft.config.draft_vocab_size == draft.config.vocab_size  # vLLM has no map then
     left_out = {"t2d", "d2t"} if whole else {"t2d"}
     # vLLM keeps a reference until the tensor is loaded: the caller may change its own meanwhile.
-    return {name: value.detach().clone() for name, value in state.items() if name not in left_out}
+    return outgoing({name: value.detach().clone() for name, value in state.items() if name not in left_out})
+
+
+def _check_map(draft: Eagle3Draft, state: Mapping[str, Tensor]) -> None:
+    check_vocab(state["d2t"], state["t2d"], draft.config.vocab_size, draft.config.draft_vocab_size)
+
+
+def send_both(
+    transfer: Transfer, call: Call, policy: Outgoing, draft: Callable[[], Outgoing] | None, *, speculates: bool
+) -> None:
+    """The policy's update and, where one is given and vLLM has one, the draft's."""
+    transfer.send(call, policy, draft=False)
+    if draft is not None:
+        tensors = draft()  # in any case: reading a stream is collective
+        if speculates:
+            transfer.send(call, tensors, draft=True)
 
 
 class Transfer(Protocol):
@@ -79,7 +128,7 @@ class Transfer(Protocol):
         """Once, when vLLM runs."""
         ...
 
-    def send(self, call: Call, items: Items, *, draft: bool) -> None:
+    def send(self, call: Call, items: Outgoing, *, draft: bool) -> None:
         """A whole update of the policy, or of the draft."""
         ...
 
@@ -107,10 +156,11 @@ class HandOver:
     def open(self, call: Call) -> None:
         pass
 
-    def send(self, call: Call, items: Items, *, draft: bool) -> None:
+    def send(self, call: Call, items: Outgoing, *, draft: bool) -> None:
         client = _Client(call, draft)
         client.start_weight_update()
-        client.update_weights({"tensors": list(items.items())})
+        for chunk in _chunks(items, CHUNK_BYTES, lambda x: x.clone() if items.passing else x):
+            client.update_weights({"tensors": list(chunk.items())})
         client.finish_weight_update()
 
 
@@ -125,12 +175,12 @@ class ByFile:
     def open(self, call: Call) -> None:
         pass
 
-    def send(self, call: Call, items: Items, *, draft: bool) -> None:
+    def send(self, call: Call, items: Outgoing, *, draft: bool) -> None:
         client = _Client(call, draft)
         client.start_weight_update()
-        for chunk in _chunks(items, self.chunk_bytes):
-            # Copies: views of one tensor (a mixture's experts) may not be in a file together.
-            save_file({name: value.to("cpu", copy=True).contiguous() for name, value in chunk.items()}, self.path)
+        # Copies: views of one tensor (a mixture's experts) may not be in a file together.
+        for chunk in _chunks(items, self.chunk_bytes, lambda x: x.detach().to("cpu", copy=True).contiguous()):
+            save_file(chunk, self.path)
             client.update_weights({"path": str(self.path)})
             self.path.unlink()  # vLLM keeps what it mapped of it
         client.finish_weight_update()
@@ -151,15 +201,14 @@ class ByIpc:
     def open(self, call: Call) -> None:
         _Client(call).init_weight_transfer_engine({"packed": True})
 
-    def send(self, call: Call, items: Items, *, draft: bool) -> None:
+    def send(self, call: Call, items: Outgoing, *, draft: bool) -> None:
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         client, uuid = _Client(call, draft), str(torch.cuda.get_device_properties(self.device).uuid)
-        ordered = _aligned(items)
-        size = max(self.chunk_bytes, max(value.nbytes for _, value in ordered))
+        size = max(self.chunk_bytes, items.largest)
         client.start_weight_update()
-        for chunk in packed_ipc_producer(iter(ordered), uuid, lambda item: item[1].detach(), size):
+        for chunk in packed_ipc_producer(iter(items.aligned().tensors), uuid, lambda item: item[1].detach(), size):
             update = IPCWeightTransferUpdateInfo(
                 names=chunk.names,
                 dtype_names=chunk.dtype_names,
@@ -192,9 +241,11 @@ class ByNccl:
             packed_buffer_size_bytes=self.chunk_bytes,
             rank=0,
         )
-        self._sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Client(call), source=_Source({}))
+        self._sender = NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=_Client(call), source=_Source(outgoing({}))
+        )
 
-    def send(self, call: Call, items: Items, *, draft: bool) -> None:
+    def send(self, call: Call, items: Outgoing, *, draft: bool) -> None:
         self._sender.client, self._sender.source = _Client(call, draft), _Source(items)
         self._sender.send_weights()
 
@@ -221,31 +272,27 @@ class _Client:
 class _Source:
     """vLLM's `WeightSource`: what is sent, declared and in order."""
 
-    def __init__(self, items: Items):
-        self._items = _aligned(items)
+    def __init__(self, items: Outgoing):
+        self._items = items.aligned()
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, value.dtype, tuple(value.shape)) for name, value in self._items]
+        return [ParamMeta(name, dtype, shape) for name, shape, dtype in self._items.declared]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, value.detach()) for name, value in self._items)
+        return ((name, value.detach()) for name, value in self._items.tensors)
 
 
-def _aligned(items: Items) -> list[tuple[str, Tensor]]:
-    """Wide dtypes first: a packed buffer is read as views, whose offsets must be multiples of the item size."""
-    return sorted(items.items(), key=lambda item: -item[1].dtype.itemsize)
-
-
-def _chunks(items: Items, most: int) -> Iterator[dict[str, Tensor]]:
+def _chunks(items: Outgoing, most: int, keep: Callable[[Tensor], Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Tensors as `keep` makes them, together up to `most` bytes."""
     chunk: dict[str, Tensor] = {}
     size = 0
-    for name, value in items.items():
+    for name, value in items.tensors:
         if chunk and size + value.nbytes > most:
             yield chunk
             chunk, size = {}, 0
-        chunk[name] = value
+        chunk[name] = keep(value)
         size += value.nbytes
     if chunk:
         yield chunk

@@ -127,8 +127,6 @@ def _vllm_engine(
     from cospec.rollout.vllm_process import VLLMProcess
 
     check_engine(config)
-    if not config.rollout.num_draft_tokens:
-        draft = None
     build = VLLMEngine if alone and device.type == "cpu" else partial(VLLMProcess, device=device)
     with tempfile.TemporaryDirectory(prefix="cospec-vllm-") as folder:
         save_hf(spec, policy_state, f"{folder}/policy")
