@@ -66,7 +66,7 @@ def export(
         if dtype is None and len(found.dtypes) == 1:
             kept = getattr(torch, found.dtypes[0])
     policy = policy or card.policy
-    if policy is not None and (Path(policy) / "config.json").is_file():
+    if policy is not None and Path(policy).exists():  # else a name
         require_fit(draft.config, read_policy_config(policy))
     card = replace(card, policy=policy, data=data or card.data, acceptance=acceptance or card.acceptance)
     save_draft(
@@ -87,7 +87,7 @@ def export(
 def main(argv: list[str] | None = None) -> None:
     try:
         tyro.cli(export, args=argv, description=__doc__)
-    except (ConfigError, CheckpointError, FileExistsError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -57,7 +57,7 @@ def export(
 def main(argv: list[str] | None = None) -> None:
     try:
         tyro.cli(export, args=argv, description=__doc__)
-    except (ConfigError, CheckpointError, FileExistsError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

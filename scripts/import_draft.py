@@ -57,7 +57,7 @@ def import_draft(
 def main(argv: list[str] | None = None) -> None:
     try:
         tyro.cli(import_draft, args=argv, description=__doc__)
-    except (ConfigError, FileExistsError) as error:
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

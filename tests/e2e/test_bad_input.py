@@ -54,6 +54,7 @@ SETTINGS = [
     (["--mesh.dp", "0"], r"mesh.dp=0: must be >= 1"),
     (["--checkpoint.keep", "0"], r"checkpoint.keep=0: must be >= 1"),
     (["--policy_optim.lr", "-1"], r"policy_optim.lr=-1.0: must be >= 0"),
+    (["--policy_optim.lr", "1e38"], r"policy_optim.lr=1e\+38: must be >= 0 and at most 1e30"),
     (["--policy_optim.eps", "0"], r"policy_optim.eps=0.0: must be > 0"),
     (["--policy_optim.weight_decay", "-1"], r"policy_optim.weight_decay=-1.0: must be >= 0"),
     (["--draft_optim.muon_lr", "-1"], r"draft_optim.muon_lr=-1.0: must be >= 0"),

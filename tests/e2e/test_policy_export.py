@@ -1,6 +1,8 @@
 """scripts/export_policy.py: the policy of a run as a folder that transformers, and another run, can start from."""
 
+import json
 import runpy
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import transformers
 
 from cospec.config import DraftConfig, PolicyConfig
 from cospec.policy.build import build_policy
+from cospec.train import loop
 from cospec.train.loop import run_sft
 from cospec.train.saved import _Tensors, find_checkpoint, read_policy
 from support.tiny_runs import tiny_sft
@@ -69,4 +72,44 @@ def test_what_holds_no_policy_is_refused(tmp_path, capsys):
     assert "neither a run nor a checkpoint" in refusal(capsys, tmp_path, tmp_path / "out")
     run_sft(tiny_sft(tmp_path / "unsaved", steps=1, every=0))
     assert "kept no checkpoint" in refusal(capsys, tmp_path / "unsaved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def edited(finished, folder, change):
+    """The run with its newest checkpoint's manifest changed."""
+    shutil.copytree(finished, folder)
+    path = find_checkpoint(folder) / "checkpoint.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    return folder
+
+
+def test_manifests_that_make_no_model(finished, tmp_path, capsys):
+    run = edited(finished, tmp_path / "sizes", lambda m: m["definition"]["policy"].pop("rope"))
+    assert "its policy is not understood: KeyError: 'rope'" in refusal(capsys, run, tmp_path / "out")
+    run = edited(finished, tmp_path / "tensors", lambda m: m.update(tensors={}))
+    assert "tensor policy.model.tok_embeddings.weight is missing" in refusal(capsys, run, tmp_path / "out")
+
+
+def test_settings_of_another_kind_beside_a_good_checkpoint(finished, tmp_path):
+    """The run's config.json only says where the tokenizer is."""
+    shutil.copytree(finished, tmp_path / "run")
+    for text in ("[1]", '{"policy": [1]}'):
+        (tmp_path / "run" / "config.json").write_text(text)
+        export([str(tmp_path / "run"), str(tmp_path / "out"), "--overwrite"])
+
+
+def test_a_policy_that_diverged_is_not_exported(tmp_path, capsys, monkeypatch):
+    step = loop.cotrain_step
+
+    def poisoned(learner, *args, **options):
+        stats = step(learner, *args, **options)
+        learner.runner.head.data[0, 0] = float("nan")
+        return stats
+
+    monkeypatch.setattr(loop, "cotrain_step", poisoned)
+    run_sft(tiny_sft(tmp_path / "run", steps=1, every=1))
+    shown = refusal(capsys, tmp_path / "run", tmp_path / "out")
+    assert "lm_head.weight is not finite: the run had diverged; take an earlier checkpoint" in shown
     assert not (tmp_path / "out").exists()

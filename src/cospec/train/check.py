@@ -80,7 +80,7 @@ def _at_least(least: int, section: str, config: object, *names: str) -> None:
 def _check_optim(name: str, optim: OptimConfig) -> None:
     for field_name in ("lr", "muon_lr", "weight_decay", "min_lr_ratio"):
         value = getattr(optim, field_name)
-        require(0 <= value < math.inf, f"{name}.{field_name}", value, "must be >= 0 and finite")
+        require(0 <= value <= 1e30, f"{name}.{field_name}", value, "must be >= 0 and at most 1e30: float32 overflows")
     require(0 < optim.eps < math.inf, f"{name}.eps", optim.eps, "must be > 0 and finite: a gradient may be 0")
     require(optim.clip_norm > 0, f"{name}.clip_norm", optim.clip_norm, "must be > 0 (a large number switches it off)")
     require(all(0 <= b < 1 for b in optim.betas), f"{name}.betas", optim.betas, "both must be in [0, 1)")

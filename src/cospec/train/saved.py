@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,13 @@ def read_draft(path: Path) -> tuple[Eagle3Draft, Mapping[str, Tensor], Card]:
     if said is None:
         raise CheckpointError(f"{path}: the run had no draft (draft.enabled was off)")
     names = {field.name for field in fields(Eagle3Config)}
-    shape = {name: value for name, value in said.items() if name in names}
-    shape |= {"rope": RopeConfig(**shape["rope"]), "tap_layers": tuple(shape["tap_layers"])}
-    with torch.device("meta"):
+    with _understood(path, "draft"), torch.device("meta"):
+        shape = {name: value for name, value in said.items() if name in names}
+        shape |= {"rope": RopeConfig(**shape["rope"]), "tap_layers": tuple(shape["tap_layers"])}
         draft = Eagle3Draft(Eagle3Config(**shape))
     run = path.parent.parent
     settings = _read(run / "config.json")
-    init = settings.get("draft", {}).get("init")
+    init = _section(settings, "draft").get("init")
     if init is None:
         draft.init_seed = manifest["definition"]["seed"]
     else:
@@ -79,9 +80,10 @@ def read_policy(path: Path) -> tuple[DecoderConfig, Mapping[str, Tensor], str | 
     said = manifest["definition"].get("policy")
     if said is None:
         raise CheckpointError(f"{path}: the run trained no policy")
-    sizes: dict[str, Any] = {**said, "rope": RopeConfig(**said["rope"])}
-    spec = build_config(PolicyConfig(**sizes))
-    start = _read(path.parent.parent / "config.json").get("policy", {}).get("hf_path")
+    with _understood(path, "policy"):
+        sizes: dict[str, Any] = {**said, "rope": RopeConfig(**said["rope"])}
+        spec = build_config(PolicyConfig(**sizes))
+    start = _section(_read(path.parent.parent / "config.json"), "policy").get("hf_path")
     return spec, _Tensors(path, manifest, "policy.model."), start
 
 
@@ -102,13 +104,28 @@ class _Tensors(Mapping[str, Tensor]):
         return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self.manifest["tensors"][self.prefix + name]
+        entry = self.manifest["tensors"].get(self.prefix + name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: tensor {self.prefix + name} is missing")
         wanted = {self.prefix + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
             dcp.load(wanted, storage_reader=SafetensorsReader(self.path, self.manifest), planner=planner, no_dist=True)
-        return wanted[self.prefix + name]
+        tensor = wanted[self.prefix + name]
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            why = "the run had diverged; take an earlier checkpoint"
+            raise CheckpointError(f"{self.path}: tensor {self.prefix + name} is not finite: {why}")
+        return tensor
+
+
+@contextmanager
+def _understood(path: Path, what: str) -> Iterator[None]:
+    """Sizes in a manifest that make no model raise CheckpointError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its {what} is not understood: {type(error).__name__}: {error}") from error
 
 
 def _kept(folder: str, config: Eagle3Config) -> dict[str, Any]:
@@ -121,14 +138,14 @@ def _kept(folder: str, config: Eagle3Config) -> dict[str, Any]:
 
 def _card(run: Path, settings: Mapping[str, Any], manifest: Mapping[str, Any]) -> Card:
     """What the run's own files say; figures of the last step that the checkpoint holds."""
-    policy = settings.get("policy", {})
+    policy = _section(settings, "policy")
     name = policy.get("hf_path") or policy.get("flavor")
-    task, data = settings.get("rl", {}).get("task"), settings.get("data", {})
+    task, data = _section(settings, "rl").get("task"), _section(settings, "data")
     progress = manifest["progress"]
     done = progress["phase_step"] if progress["phase"] == RUN else 0
     rows = [r for r in read_rows(run / METRICS) if r["step"] < done]
     last = rows[-1] if rows else {}
-    features = settings.get("offline", {}).get("features")
+    features = _section(settings, "offline").get("features")
     rollouts = last.get("rollout_acceptance_length") is not None
     source = f"rollouts of {task}" if rollouts else features or data.get("path") or "synthetic documents"
     acceptance = None
@@ -149,7 +166,14 @@ def _card(run: Path, settings: Mapping[str, Any], manifest: Mapping[str, Any]) -
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; nothing where there is none."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}
