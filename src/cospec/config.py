@@ -262,7 +262,7 @@ class AttentionConfig:
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: Literal["native", "vllm"] = "native"
-    """vllm: the real one, in this process (one rank); see docs/vllm.md."""
+    """vllm: the real one, beside each rank that serves or, on a single CPU rank, in it; see docs/vllm.md."""
     engine_ranks: tuple[int, ...] | None = None
     """Ranks that hold an engine and generate; None: every rank, which is fastest, or with
     `mesh.serve` those that serve. The others keep no whole copy of the weights, and wait."""
