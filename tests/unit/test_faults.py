@@ -1,5 +1,7 @@
 """What is said when a rank dies, and how ranks meet again after torchrun's restart."""
 
+import os
+import signal
 import threading
 from dataclasses import replace
 
@@ -7,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from cospec.mesh import agree_on_name
-from cospec.train import faults
+from cospec.train import checkpoint, faults
+from cospec.train.cli import main
+from cospec.train.loop import run_sft
 from support.tiny_runs import tiny_sft
 
 
@@ -23,6 +27,7 @@ class Watch(faults._Watch):
 
 LOST = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1"
 OWN = "ValueError: out of range"
+TOLD = "told to end by SIGTERM"
 
 
 def say(tmp_path, ends, monkeypatch, **checkpoint):
@@ -35,7 +40,7 @@ def say(tmp_path, ends, monkeypatch, **checkpoint):
     said = {}
 
     def end(rank, text):
-        told = text == "SIGTERM"
+        told = text == TOLD
         said[rank] = watches[rank].end(text, lost_peer=text != OWN, told=told)
 
     threads = [threading.Thread(target=end, args=item) for item in ends.items()]
@@ -51,7 +56,7 @@ def say(tmp_path, ends, monkeypatch, **checkpoint):
 def test_a_killed_rank_is_named(tmp_path, monkeypatch):
     """Known failure 37: which rank, what it was doing, how to resume."""
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    message = say(tmp_path, {0: LOST, 1: "SIGTERM", 3: LOST}, monkeypatch)
+    message = say(tmp_path, {0: LOST, 1: TOLD, 3: LOST}, monkeypatch)
     assert message.startswith("rank 2 (pp 2) is gone or does not answer, last seen in step 12. rank ")
     assert message.endswith(
         f"To resume, run the same command with --checkpoint.resume: "
@@ -60,15 +65,44 @@ def test_a_killed_rank_is_named(tmp_path, monkeypatch):
 
 
 def test_a_failed_rank_is_named_and_not_those_that_it_took_along(tmp_path, monkeypatch):
-    message = say(tmp_path, {0: LOST, 2: LOST, 1: OWN, 3: "SIGTERM"}, monkeypatch)
+    message = say(tmp_path, {0: LOST, 2: LOST, 1: OWN, 3: TOLD}, monkeypatch)
     assert message.startswith(f"rank 1 (pp 1) failed in step 11: {OWN}. To resume")
     assert "rank 0" not in message
 
 
 def test_told_to_end_from_outside(tmp_path, monkeypatch):
-    message = say(tmp_path, dict.fromkeys(range(4), "SIGTERM"), monkeypatch, every=0)
-    assert message.startswith("told to end (SIGTERM) in step 1")
+    message = say(tmp_path, dict.fromkeys(range(4), TOLD), monkeypatch, every=0)
+    assert message.startswith("told to end by SIGTERM in step 1")
     assert message.endswith("No checkpoint was kept (checkpoint.every is 0): the run must start anew")
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT (Ctrl-C)")])
+def test_a_signal_ends_the_rank_with_the_message(tmp_path, monkeypatch, number, name):
+    """Ctrl-C on torchrun reaches every rank: no KeyboardInterrupt in the midst of a collective."""
+    said, left = [], threading.Event()
+    monkeypatch.setattr(faults, "GRACE_S", 0.1)
+    monkeypatch.setattr(faults, "leave", lambda fault: (said.append(fault.message), left.set()))
+    watch = Watch(tiny_sft(tmp_path), dist.HashStore(), 0)
+    before = signal.getsignal(number)
+    with watch.until_told():
+        os.kill(os.getpid(), number)
+        assert left.wait(10)
+    assert f"told to end by {name}. To resume" in said[0]
+    assert signal.getsignal(number) is before
+
+
+def test_ctrl_c_of_a_single_process(tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "collect", interrupted)  # the worst moment: a checkpoint is being written
+    with pytest.raises(SystemExit) as stop:
+        main(tiny_sft(tmp_path / "run", steps=2, every=1), run_sft, [])
+    assert stop.value.code == 130
+    assert "error: told to end by Ctrl-C. To resume, run the same command" in capsys.readouterr().err
+    monkeypatch.undo()
+    main(tiny_sft(tmp_path / "run", steps=2, every=1), run_sft, ["--checkpoint.resume"])
+    assert not any((tmp_path / "run" / "checkpoints").glob(".writing-*"))
 
 
 def test_what_torchrun_will_do(tmp_path, monkeypatch):

@@ -366,6 +366,8 @@ def _dcp(work: Callable[[], Any], what: str) -> None:
             work()
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
         raise CheckpointError(f"{what}: {type(cause).__name__}: {cause} (rank {rank})") from error
 
 

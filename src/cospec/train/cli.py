@@ -12,7 +12,7 @@ from cospec.config import RunConfig
 from cospec.records import Diverged
 from cospec.rl.checked import TaskError
 from cospec.train.check import check
-from cospec.train.faults import REFUSALS, RankFault, leave
+from cospec.train.faults import REFUSALS, RankFault, leave, resume_hint
 
 
 def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] | None = None) -> None:
@@ -21,7 +21,7 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     Unknown flags, wrong types and impossible values end with one message and exit code 2,
     before anything is written; so does a checkpoint or a feature store that cannot be written or read.
     A rank that fails or dies ends all, with one message and exit code 1; so does a model that diverged,
-    and a task of your own that fails, whose traceback comes first.
+    and a task of your own that fails, whose traceback comes first. Ctrl-C says how to go on.
     """
     config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
     try:
@@ -35,5 +35,8 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:  # of a single process; see faults for several
+        print(f"error: told to end by Ctrl-C. {resume_hint(config)}", file=sys.stderr)
+        raise SystemExit(130) from None
     except RankFault as fault:
         leave(fault)

@@ -1,7 +1,7 @@
 """How a run of many ranks ends when one of them dies: together, and with one message.
 
-Every rank leaves in the job's store what it is doing. A rank that fails, loses a peer or is
-told to end (SIGTERM, torchrun's way once a worker is gone) adds how it ended. The first of
+Every rank leaves in the job's store what it is doing. A rank that fails, loses a peer or is told
+to end (SIGTERM, torchrun's way once a worker is gone; Ctrl-C) adds how it ended. The first of
 them waits a moment for the others and says the one message: which rank it was that failed or
 fell silent, what it was doing, and how to resume.
 """
@@ -35,6 +35,7 @@ from cospec.train.metrics import CHECKPOINTS
 REFUSALS = (ConfigError, CheckpointError, StoreError, EngineError, Refused)
 """What ends a run with one message and exit code 2; all ranks that train raise it together."""
 DOING, SPEAKER = "cospec/doing", "cospec/speaker"
+TOLD = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT (Ctrl-C)"}
 GRACE_S = 3.0
 """How long the others may take to say how they ended, before they count as gone."""
 STORE_S = 5.0
@@ -68,7 +69,7 @@ def watched(config: RunConfig, mesh: Mesh) -> Iterator[None]:
         yield
         return
     watch = _Watch(config, mesh, job)
-    with watch.until_sigterm():
+    with watch.until_told():
         try:
             yield
         except Exception as error:
@@ -134,7 +135,7 @@ class _Watch:
             )
             what = f"{names}. {self._name(self.rank)} ended in {self._doing(self.rank)}: {own}"
         elif all(end["told"] for end in ends.values()):
-            what = f"told to end (SIGTERM) in {self._doing(self.rank)}"
+            what = f"{own} in {self._doing(self.rank)}"
         else:
             first = next(r for r in sorted(ends) if not ends[r]["told"])
             what = f"{self._name(first)} lost a peer in {self._doing(first)}: {ends[first]['text']}"
@@ -153,22 +154,24 @@ class _Watch:
         return None
 
     @contextmanager
-    def until_sigterm(self) -> Iterator[None]:
-        """On SIGTERM a thread says the message and ends the process: the main thread may wait for a dead peer."""
+    def until_told(self) -> Iterator[None]:
+        """When told to end, a thread says the message and ends the process: the main thread may wait for a peer."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         # The interpreter writes the signal's number into the pipe at once, whatever Python is at.
-        previous, wakeup = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(writer)
+        previous = {number: signal.signal(number, lambda *_: None) for number in TOLD}
+        wakeup = signal.set_wakeup_fd(writer)
         thread = threading.Thread(target=self._on_signals, args=(reader,), daemon=True)
         thread.start()
         try:
             yield
         finally:
             signal.set_wakeup_fd(wakeup)
-            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+            for number, handler in previous.items():
+                signal.signal(number, handler or signal.SIG_DFL)
             os.write(writer, b"\0")
             thread.join(STORE_S)
             os.close(writer)
@@ -179,8 +182,8 @@ class _Watch:
             numbers = os.read(reader, 1)
             if not numbers or numbers == b"\0":
                 return
-            if numbers[0] == signal.SIGTERM and not self._ending:
-                leave(RankFault(self.end("told to end by SIGTERM", lost_peer=True, told=True)))
+            if numbers[0] in TOLD and not self._ending:
+                leave(RankFault(self.end(f"told to end by {TOLD[numbers[0]]}", lost_peer=True, told=True)))
 
 
 def leave(fault: RankFault) -> None:
