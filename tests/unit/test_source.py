@@ -111,6 +111,33 @@ def test_dataset_folder(tmp_path):
         documents[1]
 
 
+def test_folders_of_datasets_that_hold_splits(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2]}])
+    datasets.DatasetDict(train=rows).save_to_disk(str(tmp_path / "one"))
+    assert len(read_dataset(tmp_path / "one")) == 1
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(
+        ValueError, match=r"holds the splits test, train: name one of them, or its folder, as .*two/test"
+    ):
+        read_dataset(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"holds the splits test, train, not dev"):
+        read_dataset(tmp_path / "two", split="dev")
+    assert len(read_dataset(tmp_path / "two" / "test")) == len(read_dataset(tmp_path / "two", split="test")) == 1
+
+
+@pytest.mark.parametrize("file, text", [(None, ""), ("dataset_info.json", "[]"), ("state.json", "{")])
+def test_folders_of_datasets_that_are_damaged_or_empty(tmp_path, file, text):
+    """datasets answers each with an exception of another kind, none of which names the folder."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"input_ids": [] if file is None else [[1, 2]]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "d"))
+    if file is not None:
+        (tmp_path / "d" / file).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/d: .*(damaged|holds no documents)"):
+        read_dataset(tmp_path / "d")
+
+
 def test_tensor_ids():
     assert make_document({"input_ids": torch.tensor([3, 4])}, "x").input_ids.tolist() == [3, 4]
 

@@ -135,16 +135,25 @@ def read_text(path: str | Path, *, tokenize: Tokenize, max_tokens: int) -> list[
 def read_dataset(
     folder: str | Path, *, split: str | None = None, tokenize: Tokenize | None = None, max_tokens: int | None = None
 ) -> LazyDocuments:
-    """A folder written by `datasets`' `save_to_disk`, memory-mapped; columns as in `make_document`."""
+    """A folder written by `datasets`' `save_to_disk`, memory-mapped; columns as in `make_document`.
+
+    split: of a folder with several; each is also a folder of its own in it.
+    """
     from datasets import DatasetDict, load_from_disk
 
     try:
         dataset = load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise ValueError(f"{folder}: is no folder of datasets.save_to_disk") from error
+    except Exception as error:  # whatever damaged files do to its parsers; one without rows is an IndexError
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder}: datasets cannot load it, it is damaged or holds no documents ({what})") from error
     if isinstance(dataset, DatasetDict):
+        split = next(iter(dataset)) if split is None and len(dataset) == 1 else split
         if split not in dataset:
-            raise ValueError(f"{folder}: split={split!r} must be one of {sorted(dataset)}")
+            given = "" if split is None else f", not {split}"
+            rule = f"name one of them, or its folder, as {folder}/{min(dataset)}"
+            raise ValueError(f"{folder}: holds the splits {', '.join(sorted(dataset))}{given}: {rule}")
         dataset = dataset[split]
     if len(dataset) == 0:
         raise ValueError(f"{folder}: holds no documents")
