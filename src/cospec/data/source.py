@@ -149,11 +149,12 @@ def read_dataset(
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{folder}: datasets cannot load it, it is damaged or holds no documents ({what})") from error
     if isinstance(dataset, DatasetDict):
-        split = next(iter(dataset)) if split is None and len(dataset) == 1 else split
-        if split not in dataset:
+        splits = sorted(map(str, dataset))
+        split = splits[0] if split is None and len(splits) == 1 else split
+        if split not in splits:
             given = "" if split is None else f", not {split}"
-            rule = f"name one of them, or its folder, as {folder}/{min(dataset)}"
-            raise ValueError(f"{folder}: holds the splits {', '.join(sorted(dataset))}{given}: {rule}")
+            rule = f"name one of them, or its folder, as {folder}/{splits[0]}"
+            raise ValueError(f"{folder}: holds the splits {', '.join(splits)}{given}: {rule}")
         dataset = dataset[split]
     if len(dataset) == 0:
         raise ValueError(f"{folder}: holds no documents")
