@@ -115,8 +115,20 @@ def test_a_policy_that_stays_non_finite_ends_the_run():
     broken.data.fill_(float("nan"))
     for step in range(10, 19):
         cotrain_step(side, documents(2), step=step)
-    with pytest.raises(Diverged, match=r"policy's loss .* last 10 steps \(up to step 19\)"):
+    with pytest.raises(Diverged, match=r"policy's loss .* last 10 updates \(up to step 19\)"):
         cotrain_step(side, documents(2), step=19)
+
+
+def test_a_draft_that_stays_non_finite_ends_the_run():
+    """The policy goes on for a while; a draft that is lost is not trained on in silence."""
+    side = learner(config())
+    with torch.no_grad():
+        side.draft.model.fc.weight[0, 0] = float("nan")
+    for step in range(9):
+        assert cotrain_step(side, documents(2), step=step).draft_skipped
+        assert side.skips.in_a_row == step + 1  # checkpoints are kept meanwhile
+    with pytest.raises(Diverged, match=r"draft's loss .* last 10 updates \(up to step 9\)"):
+        cotrain_step(side, documents(2), step=9)
 
 
 def test_documents_too_short_for_the_draft():

@@ -28,6 +28,7 @@ class Watch(faults._Watch):
 LOST = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1"
 OWN = "ValueError: out of range"
 TOLD = "told to end by SIGTERM"
+DIVERGED = "Diverged: the draft's loss was not finite"
 
 
 def say(tmp_path, ends, monkeypatch, **checkpoint):
@@ -41,7 +42,7 @@ def say(tmp_path, ends, monkeypatch, **checkpoint):
 
     def end(rank, text):
         told = text == TOLD
-        said[rank] = watches[rank].end(text, lost_peer=text != OWN, told=told)
+        said[rank] = watches[rank].end(text, lost_peer=text not in (OWN, DIVERGED), told=told)
 
     threads = [threading.Thread(target=end, args=item) for item in ends.items()]
     for thread in threads:
@@ -70,10 +71,33 @@ def test_a_failed_rank_is_named_and_not_those_that_it_took_along(tmp_path, monke
     assert "rank 0" not in message
 
 
+def test_a_model_that_diverged_is_not_resumed_from_its_newest_checkpoint(tmp_path, monkeypatch):
+    for step in (4, 5):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    message = say(tmp_path, dict.fromkeys(range(4), DIVERGED), monkeypatch)
+    assert message.startswith(
+        f"rank 0 (pp 0) failed in step 10: {DIVERGED}. The newest checkpoints may hold lost weights"
+    )
+    assert f"of step-00000004 to step-00000005 in {tmp_path}/checkpoints move away those" in message
+
+
 def test_told_to_end_from_outside(tmp_path, monkeypatch):
     message = say(tmp_path, dict.fromkeys(range(4), TOLD), monkeypatch, every=0)
     assert message.startswith("told to end by SIGTERM in step 1")
     assert message.endswith("No checkpoint was kept (checkpoint.every is 0): the run must start anew")
+
+
+@pytest.mark.parametrize("who", ["policy", "draft"])
+def test_a_run_that_diverges_keeps_what_was_good(tmp_path, capsys, who):
+    """Exit code 1, one message, and every checkpoint since the figures were finite."""
+    with pytest.raises(SystemExit) as stop:
+        main(tiny_sft(tmp_path, steps=20, every=1, draft_optim="adamw"), run_sft, [f"--{who}_optim.lr", "1e30"])
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: the {who}'s loss or gradient norm was not finite in its last 10 updates")
+    assert message.count("error:") == 1
+    assert "move away those after the last good step, then resume" in message
+    assert (tmp_path / "checkpoints" / "step-00000001").is_dir()
 
 
 @pytest.mark.parametrize("number, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT (Ctrl-C)")])

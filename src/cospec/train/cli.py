@@ -12,7 +12,7 @@ from cospec.config import RunConfig
 from cospec.records import Diverged
 from cospec.rl.checked import TaskError
 from cospec.train.check import check
-from cospec.train.faults import REFUSALS, RankFault, leave, resume_hint
+from cospec.train.faults import REFUSALS, RankFault, diverged_hint, leave, resume_hint
 
 
 def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] | None = None) -> None:
@@ -30,7 +30,10 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except (Diverged, TaskError) as error:
+    except Diverged as error:
+        print(f"error: {error}. {diverged_hint(config)}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except TaskError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)

@@ -108,7 +108,7 @@ class DraftSide:
         """Reduce the figures over the mesh, clip, update; returns the draft's fields of StepStats.
 
         All ranks call together: a shell adds `no_sums` and learns the figures.
-        A non-finite loss or norm skips the update and is reported: the policy's goes on.
+        A non-finite loss or norm skips the update and is reported: the policy's goes on, until `Skips` ends the run.
         Without a pair that counts there is no loss (NaN) and nothing to learn from.
         """
         figures = self.figures(sums, coef_K)

@@ -27,6 +27,7 @@ from cospec.config import ConfigError, RunConfig
 from cospec.features.store import StoreError
 from cospec.link import ENDED, Refused
 from cospec.mesh import Job, Mesh, current_job
+from cospec.records import Diverged
 from cospec.rl.checked import TaskError
 from cospec.rollout.engine import EngineError
 from cospec.train.checkpoint import CheckpointError
@@ -126,7 +127,11 @@ class _Watch:
         failed = [rank for rank in sorted(ends) if not ends[rank]["lost_peer"]]
         silent = [rank for rank in range(self.size) if rank not in ends]
         if failed:
+            if all(ends[r]["text"] == ends[failed[0]]["text"] for r in failed):
+                failed = failed[:1]  # all found the same
             what = "; ".join(f"{self._name(r)} failed in {self._doing(r)}: {ends[r]['text']}" for r in failed[:2])
+            if any(ends[r]["text"].startswith(Diverged.__name__) for r in failed):
+                return f"{what}. {diverged_hint(self.config)}"
         elif not ends:
             what = f"{self._name(self.rank)} lost its peers, and the job's store with them: {own}"
         elif silent:
@@ -188,7 +193,7 @@ class _Watch:
 
 def leave(fault: RankFault) -> None:
     """Say the message and end the process at once: process groups whose peers are gone may hang or abort at exit."""
-    if fault.own and fault.__cause__ is not None:
+    if fault.own and fault.__cause__ is not None and not isinstance(fault.__cause__, Diverged):
         traceback.print_exception(fault.__cause__)
     if fault.message is not None:
         print(f"error: {fault.message}", file=sys.stderr)
@@ -207,6 +212,18 @@ def resume_hint(config: RunConfig) -> str:
     if config.checkpoint.resume and restart < most:
         return f"torchrun starts it again (restart {restart + 1} of {most}), it goes on {whence}"
     return f"To resume, run the same command with --checkpoint.resume: it goes on {whence}"
+
+
+def diverged_hint(config: RunConfig) -> str:
+    """How a run can go on whose newest checkpoints may hold weights that are lost."""
+    folder = Path(config.output_dir) / CHECKPOINTS
+    names = [path.name for path in sorted(folder.glob("step-*"))]
+    if not names:
+        return "There is no checkpoint: start anew with lower learning rates"
+    return (
+        f"The newest checkpoints may hold lost weights: of {names[0]} to {names[-1]} in {folder} "
+        f"move away those after the last good step, then resume with --checkpoint.resume and lower learning rates"
+    )
 
 
 def _innermost(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -82,16 +82,20 @@ class Skips:
     """Updates left out because a loss or a gradient norm was not finite: one is bad luck, many are the end."""
 
     MOST = 10
-    in_a_row: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """By model: how many in a row, up to now."""
+
+    @property
+    def in_a_row(self) -> int:
+        return max(self.counts.values(), default=0)
 
     def see(self, skipped: bool, what: str, step: int) -> None:
-        """Raises Diverged at the last of MOST skipped updates in a row."""
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self.in_a_row >= self.MOST:
+        """Raises Diverged at the last of MOST skipped updates in a row of "policy" or "draft"."""
+        self.counts[what] = self.counts.get(what, 0) + 1 if skipped else 0
+        if self.counts[what] >= self.MOST:
             raise Diverged(
-                f"the {what}'s loss or gradient norm was not finite in the last {self.MOST} steps (up to step {step}) "
-                f"and no update was made. No checkpoint was dropped since: resume from one before them, with a "
-                f"lower {what}_optim.lr"
+                f"the {what}'s loss or gradient norm was not finite in its last {self.MOST} updates (up to step "
+                f"{step}) and none of them was made. No checkpoint was dropped since"
             )
 
 

@@ -170,8 +170,8 @@ def cotrain_step(
         draft_s = mesh.sum_all(own).item() / (mesh.dp_size * mesh.cp_size)
     if train_policy:
         learner.skips.see(policy_skipped, "policy", step)
-    else:
-        learner.skips.see(draft_stats.get("draft_skipped", False), "draft", step)
+    if draft_stats:
+        learner.skips.see(draft_stats["draft_skipped"], "draft", step)
     return StepStats(
         policy_loss=policy_loss_value,
         policy_grad_norm=policy_norm,
