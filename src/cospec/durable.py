@@ -73,6 +73,17 @@ def check_free(folder: str | Path, *, overwrite: bool = False) -> None:
             raise FileExistsError(f"{folder} {what}: no folder of a model, overwriting would lose what is in it")
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An OSError in the block that names no file, as that of a full disk, names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def fsync(path: Path) -> None:
     """Make a file, or the names in a folder, survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)

@@ -362,3 +362,12 @@ def test_a_policy_folder_is_read_only_at_its_ends(folder, monkeypatch, tmp_path)
     build_offline(run_config(tmp_path, folder / "float32", folder / "policy"), one_rank())
     assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
     assert PolicyConfig().hf_path is None
+
+
+def test_a_place_for_the_draft_that_is_taken_is_found_before_training(folder, tmp_path):
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "thesis.tex").write_text("")
+    config = run_config(tmp_path, folder / "float32", folder / "policy", steps=2)
+    with pytest.raises(ConfigError, match="output_dir=.*draft has no config.json: no folder of a model"):
+        run_offline(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cospec.durable import new_folder
+from cospec.durable import naming, new_folder
 
 
 def write_model(folder, **options):
@@ -68,3 +68,10 @@ def test_what_a_killed_process_left_goes_away(tmp_path):
         (tmp_path / f".model.partial-{pid}").mkdir()
     write_model(tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".model.partial-{os.getppid()}", "model"]
+
+
+def test_errors_get_the_name_that_they_lack(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '/record'"), naming("/record"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(FileNotFoundError, match=r"'/nowhere'"), naming("/record"):
+        open("/nowhere")  # noqa: SIM115

@@ -1,6 +1,7 @@
 """What is said when a rank dies, and how ranks meet again after torchrun's restart."""
 
 import os
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from cospec.mesh import agree_on_name
-from cospec.train import checkpoint, faults
+from cospec.train import checkpoint, faults, loop
 from cospec.train.cli import main
 from cospec.train.loop import run_sft
 from support.tiny_runs import tiny_sft
@@ -85,6 +86,23 @@ def test_told_to_end_from_outside(tmp_path, monkeypatch):
     message = say(tmp_path, dict.fromkeys(range(4), TOLD), monkeypatch, every=0)
     assert message.startswith("told to end by SIGTERM in step 1")
     assert message.endswith("No checkpoint was kept (checkpoint.every is 0): the run must start anew")
+
+
+def test_a_record_that_cannot_be_written_any_more(tmp_path, monkeypatch, capsys):
+    step = loop.cotrain_step
+
+    def lose_the_folder(learner, *args, **options):
+        if options["step"] == 1:
+            shutil.rmtree(tmp_path / "run")
+        return step(learner, *args, **options)
+
+    monkeypatch.setattr(loop, "cotrain_step", lose_the_folder)
+    with pytest.raises(SystemExit) as stop:
+        main(tiny_sft(tmp_path / "run", steps=3, every=0), run_sft, [])
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: cannot write the run's record: ")
+    assert f"'{tmp_path}/run/metrics.jsonl'. No checkpoint was kept" in message
 
 
 @pytest.mark.parametrize("who", ["policy", "draft"])

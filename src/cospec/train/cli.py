@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import tyro
 
@@ -21,7 +22,8 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     Unknown flags, wrong types and impossible values end with one message and exit code 2,
     before anything is written; so does a checkpoint or a feature store that cannot be written or read.
     A rank that fails or dies ends all, with one message and exit code 1; so does a model that diverged,
-    and a task of your own that fails, whose traceback comes first. Ctrl-C says how to go on.
+    and a task of your own that fails, whose traceback comes first. Ctrl-C and a full disk
+    say how to go on.
     """
     config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
     try:
@@ -37,6 +39,12 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except OSError as error:
+        own = Path(config.output_dir).absolute()
+        if error.filename is None or own not in (path := Path(str(error.filename)).absolute(), *path.parents):
+            raise
+        print(f"error: cannot write the run's record: {error}. {resume_hint(config)}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # of a single process; see faults for several
         print(f"error: told to end by Ctrl-C. {resume_hint(config)}", file=sys.stderr)

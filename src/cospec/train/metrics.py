@@ -34,6 +34,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from cospec.config import ConfigError, RunConfig
+from cospec.durable import naming
 from cospec.mesh import Mesh
 from cospec.records import StepStats
 from cospec.train.console import Progress, short
@@ -90,6 +91,9 @@ class MetricsLog:
         _append(self.folder / METRICS, full)
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in full.items() if k != "step"}, step=step)
+        for who in ("policy", "draft"):
+            if full.get(f"{who}_skipped"):
+                self.note(f"step {step}: the {who} was not updated, its loss or gradient norm is not finite")
         parts = {
             "reward": full.get("reward_mean"),
             "acceptance length": full.get("rollout_acceptance_length"),
@@ -258,14 +262,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with open(path, "a") as f:
+    with naming(path), open(path, "a") as f:
         f.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
     temporary = path.with_suffix(".writing")
-    temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-    temporary.replace(path)
+    with naming(path):
+        temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        temporary.replace(path)
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

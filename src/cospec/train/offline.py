@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from cospec.config import RunConfig, require
+from cospec.config import ConfigError, RunConfig, require
 from cospec.data.source import DocumentStream, LazyDocuments
+from cospec.durable import check_free
 from cospec.export.card import Card, commit
 from cospec.export.eagle3 import save_draft
 from cospec.features.foreign import open_features
@@ -168,6 +169,7 @@ def build_offline(config: RunConfig, mesh: Mesh) -> OfflineLearner:
     path = config.offline.features
     require(path is not None, "offline.features", None, "must name a folder of saved features")
     require(config.draft.enabled, "draft.enabled", False, "must be true: there is nothing else to train")
+    _draft_folder(config)  # not only when all is trained
     for axis in ("pp", "ep"):
         size = getattr(config.mesh, axis)
         require(size == 1, f"mesh.{axis}", size, "must be 1: no policy is run; use dp and cp")
@@ -193,10 +195,23 @@ def build_offline(config: RunConfig, mesh: Mesh) -> OfflineLearner:
 
 def export(learner: OfflineLearner) -> Path:
     """Write the draft for servers to `output_dir/draft`, its vocabulary map with it; collective."""
-    folder = Path(learner.config.output_dir) / "draft"
+    folder = _draft_folder(learner.config)
     policy, features = learner.config.policy.hf_path or learner.info.policy, learner.config.offline.features
     card = Card(policy=policy, data=f"saved features in {features}", commit=commit())
-    save_draft(learner.draft.model, folder, verifier=policy, card=card, overwrite=True)
+    try:
+        save_draft(learner.draft.model, folder, verifier=policy, card=card, overwrite=True)
+    except OSError as error:
+        raise ConfigError("output_dir", learner.config.output_dir, str(error)) from error
+    return folder
+
+
+def _draft_folder(config: RunConfig) -> Path:
+    """Where the draft goes. Raises ConfigError for a folder that must not be replaced."""
+    folder = Path(config.output_dir) / "draft"
+    try:
+        check_free(folder, overwrite=True)
+    except OSError as error:
+        raise ConfigError("output_dir", config.output_dir, str(error)) from error
     return folder
 
 
