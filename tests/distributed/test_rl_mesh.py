@@ -1,10 +1,16 @@
 """The RL loop on meshes: the run of one process, and engines that hold the trainer's weights."""
 
+import random
+
 import pytest
 
 from cospec.config import ConfigError
+from cospec.mesh import build_mesh
+from cospec.records import Rollout, SamplingParams
+from cospec.rl.tasks import Prompt
 from cospec.train import loop
 from cospec.train.check import check
+from cospec.train.rollouts import roll_out
 from support import mesh_runs
 from support.tiny_runs import record
 
@@ -66,3 +72,33 @@ def test_engines_in_bfloat16(ranks, tmp_path):
 def test_engine_ranks_that_cannot_be(tmp_path, serving):
     with pytest.raises(ConfigError, match=r"rollout.engine_ranks=.*different ranks in 0..3: mesh.pp \* mesh.dp"):
         check(mesh_runs.rl(tmp_path, (2, 1, 2), engine_ranks=serving))
+
+
+class Generator:
+    """Stands for an engine: as many tokens as the sample's number."""
+
+    def generate(self, prompts, params, sample_ids):
+        return [Rollout(p, [1] * i, [0.0] * i, "stop", 0) for p, i in zip(prompts, sample_ids, strict=True)]
+
+
+class Moody:
+    """A reward of chance, as a sandbox's that may time out."""
+
+    def reward(self, prompt, token_ids):
+        return random.random()
+
+
+def score_on(rank, config):
+    random.seed(rank)
+    mesh = build_mesh(config.mesh, device="cpu")
+    prompts = [Prompt([1], {}) for _ in range(4)]
+    scored = roll_out(Generator(), Moody(), prompts, SamplingParams(), mesh, first_sample=1)
+    return [len(r.token_ids) for r in scored.rollouts], scored.rewards
+
+
+def test_a_reward_of_chance_is_the_same_on_every_rank(ranks, tmp_path):
+    """The rows of a group lie on different ranks: their advantages must come from one set of rewards."""
+    found = ranks.run(2, score_on, mesh_runs.rl(tmp_path, (1, 2, 1)))
+    assert found[0] == found[1]
+    assert found[0][0] == [1, 2, 3, 4]
+    assert len(set(found[0][1])) == 4

@@ -51,7 +51,8 @@ WARM_POLICY, WARM_DRAFT, RUN = "warm start, policy", "warm start, draft", "steps
 def run_rl(config: RunConfig, task: Task | None = None) -> None:
     """Speculative RL rollouts, policy step, draft co-training and refit on one mesh.
 
-    task: one of your own, instead of the one that `rl.task` names; on every rank the same.
+    task: one of your own, instead of the one that `rl.task` names; its prompts and demonstrations are
+        the same on every rank. Rewards are asked for on the first rank, once for each rollout.
 
     Raises TaskError where the task fails or gives what cannot be used, see rl.checked.
     """

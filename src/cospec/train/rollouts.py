@@ -209,7 +209,7 @@ def roll_out(
     if isinstance(engine, Remote):
         ids = [first_sample + i for i in range(len(prompts))]
         rollouts = engine.generate([prompt.token_ids for prompt in prompts], params, sample_ids=ids)
-        return _score(task, prompts, rollouts)
+        return _score(task, prompts, rollouts, mesh)
     servers = range(mesh.world_size) if serving is None else serving
     first = servers.index(mesh.world_rank) if mesh.world_rank in servers else len(prompts)
     mine = range(first, len(prompts), len(servers))
@@ -222,11 +222,18 @@ def roll_out(
         shares: list = [None] * mesh.world_size
         dist.all_gather_object(shares, rollouts)
         rollouts = [shares[servers[i % len(servers)]][i // len(servers)] for i in range(len(prompts))]
-    return _score(task, prompts, rollouts)
+    return _score(task, prompts, rollouts, mesh)
 
 
-def _score(task: Task, prompts: Sequence[Prompt], rollouts: list[Rollout]) -> ScoredRollouts:
-    rewards = [task.reward(prompt, rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+def _score(task: Task, prompts: Sequence[Prompt], rollouts: list[Rollout], mesh: Mesh) -> ScoredRollouts:
+    """The first rank scores for all: a reward that hangs on chance or time must not differ between ranks."""
+    rewards: list[float] = []
+    if mesh.world_rank == 0:
+        rewards = [task.reward(prompt, rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    if mesh.world_size > 1:
+        box = [rewards]
+        dist.broadcast_object_list(box, src=0)
+        rewards = box[0]
     return ScoredRollouts(rollouts, rewards)
 
 
