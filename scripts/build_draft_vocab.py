@@ -52,6 +52,9 @@ def run(config: VocabConfig) -> None:
     require(
         (config.features is None) != (config.data is None), "features", config.features, "give it or data, not both"
     )
+    output = Path(config.output).absolute()
+    rule = "must be a file in a folder that exists"
+    require(output.parent.is_dir() and not output.is_dir(), "output", config.output, rule)
     bad = BadSamples(config.max_bad_share)
     vocab_size, tokenizer, name = config.vocab_size, None, config.policy
     if config.policy is not None:

@@ -12,6 +12,7 @@ from cospec.config import ConfigError
 from cospec.features.extract import read_shard
 from cospec.features.samples import encode_chat, open_samples
 from cospec.features.source import BadSample
+from cospec.features.store import StoreError, write_tensors
 from cospec.features.teacher import folder_tokenizer_hash
 from cospec.features.vocab import load_vocab
 from support.feature_files import V, write_store
@@ -178,6 +179,18 @@ def test_build_vocab_script(tmp_path, capsys):
     (tmp_path / "junk").write_bytes(b"x")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_vocab(tmp_path / "junk", V)
+
+
+def test_a_vocabulary_that_has_no_place(tmp_path):
+    """Said before the counting, which may take long; and as an error of the store where it comes later."""
+    build = script("build_draft_vocab")
+    write_store(tmp_path / "store")
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "store", tmp_path / "file" / "v", tmp_path / "nowhere" / "v"):
+        with pytest.raises(ConfigError, match="output=.*must be a file in a folder that exists"):
+            build.run(build.VocabConfig(size=12, output=str(output), features=str(tmp_path / "store")))
+    with pytest.raises(StoreError, match="cannot write .*file/v"):
+        write_tensors(tmp_path / "file" / "v", {"x": torch.ones(1)}, {})
 
 
 def test_tokenizer_hash_of_a_folder(tmp_path):

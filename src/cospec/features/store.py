@@ -21,7 +21,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,8 @@ def _atomic(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         fsync(path.parent)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder itself may be what is wrong
+            temporary.unlink()
         raise StoreError(f"cannot write {path}: {error}; what was complete before is still there") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
