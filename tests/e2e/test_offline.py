@@ -22,6 +22,7 @@ from cospec.features.teacher import check_features_fit, read_ends, read_stored_e
 from cospec.features.vocab import documents_of, save_vocab, supervised_tokens
 from cospec.policy.build import build_policy
 from cospec.policy.runner import SequentialRunner
+from cospec.train import offline
 from cospec.train.loop import run_sft
 from cospec.train.offline import BadSamples, build_offline, load, offline_step, run_offline
 from cospec.train.setup import build_learner
@@ -371,3 +372,18 @@ def test_a_place_for_the_draft_that_is_taken_is_found_before_training(folder, tm
     with pytest.raises(ConfigError, match="output_dir=.*draft has no config.json: no folder of a model"):
         run_offline(config)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+
+
+def test_what_is_said_of_a_rank_that_dies(folder, tmp_path, monkeypatch):
+    """Known failure 37: each part of the run leaves word of itself."""
+    said = []
+    monkeypatch.setattr(offline, "doing", said.append)
+    config = run_config(tmp_path, folder / "float32", folder / "policy", steps=1)
+    run_offline(replace(config, checkpoint=CheckpointConfig(every=1)))
+    assert said == [
+        "the evaluation after 0 steps",
+        "training step 0",
+        "the evaluation after 1 steps",
+        "the checkpoint after 1 steps",
+        "writing the draft for servers",
+    ]

@@ -34,6 +34,7 @@ from cospec.records import StepStats
 from cospec.titan import build_config
 from cospec.train import checkpoint
 from cospec.train.draft_side import DraftSide, pass_coefficients
+from cospec.train.faults import doing
 from cospec.train.metrics import CHECKPOINTS, MetricsLog, check_run_folder, step_row
 from cospec.train.optim import Skips
 from cospec.train.setup import build_draft, open_mesh
@@ -87,6 +88,7 @@ def _pairs(draft: DraftSide, row: FeatureRow) -> Tensor:
 
 def evaluate(learner: OfflineLearner, indices: Sequence[int], step: int) -> dict[str, Any]:
     """Loss, acceptance of each pass and simulated acceptance length on held-out documents; collective."""
+    doing(f"the evaluation after {step} steps")
     size, sums = learner.config.train.batch_documents, learner.draft.no_sums()
     for start in range(0, len(indices), size):
         for row in load(learner, indices[start : start + size]):
@@ -147,6 +149,7 @@ def _train(
 ) -> None:
     config, steps = learner.config, learner.config.train.steps
     for step in range(first, steps):
+        doing(f"training step {step}")
         begun = time.perf_counter()
         rows = load(learner, order.of_step(step))
         load_s = time.perf_counter() - begun
@@ -195,6 +198,7 @@ def build_offline(config: RunConfig, mesh: Mesh) -> OfflineLearner:
 
 def export(learner: OfflineLearner) -> Path:
     """Write the draft for servers to `output_dir/draft`, its vocabulary map with it; collective."""
+    doing("writing the draft for servers")
     folder = _draft_folder(learner.config)
     policy, features = learner.config.policy.hf_path or learner.info.policy, learner.config.offline.features
     card = Card(policy=policy, data=f"saved features in {features}", commit=commit())
@@ -258,6 +262,7 @@ class Saves:
         """Steps that are done, with their state loaded."""
         if self.path is None:
             return 0
+        doing(f"loading {self.path}")
         progress = checkpoint.load(self.path, self._parts, definition=self.definition, check_files=False)
         bad = self.learner.bad
         for step in range(progress["step"]):
@@ -266,6 +271,7 @@ class Saves:
         return progress["step"]
 
     def save(self, step: int) -> None:
+        doing(f"the checkpoint after {step} steps")
         progress = {"bad": {str(i): reason for i, reason in self.learner.bad.reasons.items()}}
         keep = None if self.learner.skips.in_a_row else self.config.checkpoint.keep
         checkpoint.save(self.folder, step, self._parts, progress=progress, definition=self.definition, keep=keep)
