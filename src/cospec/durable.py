@@ -40,7 +40,7 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and (error.filename is None or str(error.filename).startswith(str(partial))):
             # A full disk names no file, others the temporary folder, which nobody knows.
-            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(folder)) from error
+            raise OSError(error.errno, f"cannot be written: {error.strerror or error}", str(folder)) from error
         raise
 
 
@@ -81,7 +81,7 @@ def naming(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def fsync(path: Path) -> None:

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 
 from cospec.config import OptimConfig
+from cospec.policy.build import build_policy
+from cospec.policy.weights import save_hf
 from cospec.train.cli import main
 from cospec.train.loop import run_rl, run_sft
 from support.tiny_runs import tiny_rl, tiny_sft
@@ -106,6 +108,18 @@ def test_a_document_file_that_is_not_there(tmp_path, capsys):
     assert re.search(r"data.path=.*is no folder of datasets.save_to_disk", shown)
     shown = refusal(tiny_sft(tmp_path / "run"), run_sft, ["--data.path", "/nowhere.jsonl"], capsys)
     assert re.search(r"data.path='/nowhere.jsonl': .*No such file", shown)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("field, value", [("num_experts", 2), ("num_experts", 8), ("moe_intermediate_size", 8)])
+def test_a_policy_folder_whose_tensors_do_not_fit_its_config(tmp_path, capsys, field, value):
+    sizes = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
+    policy = build_policy(replace(tiny_sft(tmp_path).policy, **sizes))
+    save_hf(policy.config, dict(policy.state_dict()), tmp_path / "policy")
+    path = tmp_path / "policy" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    shown = refusal(tiny_sft(tmp_path / "run"), run_sft, ["--policy.hf_path", str(tmp_path / "policy")], capsys)
+    assert re.search(r"policy.hf_path='.*/policy': its tensors do not fit its config: ", shown)
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard
 
 from cospec import titan
-from cospec.config import PolicyConfig, check_expert_parts
+from cospec.config import ConfigError, PolicyConfig, check_expert_parts
 from cospec.mesh import Mesh
 from cospec.policy.weights import load_hf
 from cospec.titan import head_weight as head_weight  # part of this module's interface
@@ -77,7 +77,10 @@ def build_policy(
     titan.materialise(model, device)
     model.compute_dtype = dtype
     if isinstance(cfg, PolicyConfig) and cfg.hf_path is not None:
-        load_hf(model, cfg.hf_path)
+        try:
+            load_hf(model, cfg.hf_path)
+        except ValueError as error:  # every rank reads the same files and raises the same
+            raise ConfigError("policy.hf_path", cfg.hf_path, f"its tensors do not fit its config: {error}") from error
     else:
         titan.init_parameters(model, seed)
     return model
