@@ -7,7 +7,16 @@ demonstrations to about 90 % reward in minutes on two CPU cores, and its EAGLE-3
 along with it.
 """
 
-from cospec.config import DraftConfig, EvalConfig, OptimConfig, PolicyConfig, RolloutConfig, RunConfig, TrainConfig
+from cospec.config import (
+    CheckpointConfig,
+    DraftConfig,
+    EvalConfig,
+    OptimConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from cospec.train.cli import main
 from cospec.train.loop import run_rl
 
@@ -22,6 +31,7 @@ def config() -> RunConfig:
         rollout=RolloutConfig(num_draft_tokens=5, max_new_tokens=96),
         train=TrainConfig(steps=50, row_tokens=1024),
         eval=EvalConfig(prompts=96, every=25),
+        checkpoint=CheckpointConfig(every=25),
     )
 
 

@@ -3,8 +3,9 @@
     python scripts/export_policy.py runs/rl my-policy [--dtype bfloat16]
 
 Of any mesh; tensors are read and written one at a time. transformers, vLLM and SGLang load the
-folder, and `--policy.hf_path` starts a run from it. Tokenizer files come along from the folder
-that the run started from. Exit code 2 with the reason where there is no policy to write.
+folder, and `--policy.hf_path` starts a run from it. Tokenizer files and the ids of special tokens
+come along from the folder that the run started from; without one, the task's stop token ends a
+text. Exit code 2 with the reason where there is no policy to write.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ import torch
 import tyro
 
 from cospec.config import ConfigError, require
+from cospec.export.files import read_json
 from cospec.policy.weights import save_hf
 from cospec.train.checkpoint import CheckpointError
 from cospec.train.saved import find_checkpoint, read_policy
 
-ALONG = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+ALONG = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export(
@@ -45,13 +56,26 @@ def export(
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
         raise ConfigError("source", str(source), "is neither a run nor a checkpoint")
-    spec, state, start = read_policy(checkpoint)
-    kept = None if dtype is None else getattr(torch, dtype)
-    save_hf(spec, state, output, dtype=kept, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
-    files = sorted({file for pattern in ALONG for file in Path(start).glob(pattern) if file.is_file()}) if start else []
+    policy = read_policy(checkpoint)
+    start = None if policy.start is None else Path(policy.start)
+    special, files = {"eos_token_id": policy.stop_token_id}, []
+    if start is not None and (start / "config.json").is_file():
+        raw = read_json(start / "config.json")
+        special = {name: raw.get(name) for name in SPECIAL}
+        files = sorted({file for pattern in ALONG for file in start.glob(pattern) if file.is_file()})
+    save_hf(
+        policy.spec,
+        policy.tensors,
+        output,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        extra={name: value for name, value in special.items() if value is not None},
+    )
     for file in files:
         shutil.copy(file, output / file.name)
-    print(f"{output}: from {checkpoint}" + (f", with {len(files)} tokenizer files of {start}" if files else ""))
+    along = f", with {len(files)} files of {start} beside the weights" if files else ""
+    print(f"{output}: from {checkpoint}{along}")
 
 
 def main(argv: list[str] | None = None) -> None:

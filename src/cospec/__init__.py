@@ -12,8 +12,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "config": (
-        "AttentionConfig DraftConfig Eagle3Config MeshConfig OptimConfig PolicyConfig RLConfig RolloutConfig "
-        "RunConfig TrainConfig ConfigError"
+        "AttentionConfig CheckpointConfig ConfigError DataConfig DraftConfig Eagle3Config EvalConfig MeshConfig "
+        "OfflineConfig OptimConfig PipelineConfig PolicyConfig RLConfig RolloutConfig RopeConfig RunConfig "
+        "TrainConfig WarmStartConfig"
     ),
     "records": "Batch Document Rollout SamplingParams StepStats Taps",
     "layout": "PackedLayout",
@@ -25,6 +26,8 @@ _HOME = {
     "policy.build": "build_policy full_state",
     "rollout.engine": "Engine acceptance_length",
     "rollout.native": "NativeEngine",
+    "rl.tasks": "Prompt Task",
+    "train.cli": "main",
     "train.setup": "build_learner",
     "train.step": "Learner cotrain_step",
     "train.loop": "run_rl run_sft",

@@ -50,20 +50,24 @@ def test_a_run_goes_on_from_what_another_trained(finished, tmp_path, monkeypatch
         patch.setattr(_Tensors, "__getitem__", watched)
         export([str(finished), str(tmp_path / "first"), "--max_shard_bytes", "20000"])
     assert len(list((tmp_path / "first").glob("*.safetensors"))) > 1
-    _, saved, start = read_policy(find_checkpoint(finished))
-    assert start is None
+    policy_saved = read_policy(find_checkpoint(finished))
+    saved = policy_saved.tensors
+    assert policy_saved.start is None
     policy = build_policy(PolicyConfig(hf_path=str(tmp_path / "first")))
     assert all(torch.equal(value, saved[name]) for name, value in policy.state_dict().items() if name in saved)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.float32)
     assert torch.equal(theirs.lm_head.weight, saved["lm_head.weight"])
 
     (tmp_path / "first" / "tokenizer.json").write_text("{}")
+    raw = json.loads((tmp_path / "first" / "config.json").read_text())
+    (tmp_path / "first" / "config.json").write_text(json.dumps(raw | {"eos_token_id": 7}))
     config = replace(tiny_sft(tmp_path / "second", steps=1, every=1), draft=DraftConfig(enabled=False))
     run_sft(replace(config, policy=PolicyConfig(hf_path=str(tmp_path / "first"), vocab_size=64)))
     checkpoint = find_checkpoint(tmp_path / "second")
     export([str(checkpoint), str(tmp_path / "out"), "--dtype", "bfloat16"])
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.dtype, config.eos_token_id) == (torch.bfloat16, 7)
     assert "not empty" in refusal(capsys, checkpoint, tmp_path / "out")
     export([str(checkpoint), str(tmp_path / "out"), "--overwrite"])
 

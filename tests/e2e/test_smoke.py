@@ -15,6 +15,7 @@ from cospec.train import loop
 from cospec.train.cli import main
 from cospec.train.loop import run_rl, run_sft
 from cospec.train.metrics import read_rows
+from cospec.train.saved import find_checkpoint, read_draft, read_policy
 from support.offline_case import save_policy
 from support.tiny_runs import tiny_rl, tiny_sft
 
@@ -100,6 +101,15 @@ def test_rl_on_a_task_of_your_own(tmp_path):
     assert all(row["policy_kl_rollout"] < 1e-2 and row["policy_truncated_fraction"] == 0 for row in rows)
     manifest = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/checkpoint.json")).read_text())
     assert manifest["definition"]["policy"]["vocab_size"] == 120
+    policy = read_policy(find_checkpoint(tmp_path / "run"))
+    assert policy.stop_token_id == MoreTokens.stop_token_id  # an exported policy says where its texts end
+    draft_card = read_draft(find_checkpoint(tmp_path / "run"))[2]
+    assert draft_card.data.startswith("rollouts of MoreTokens")
+
+
+def test_a_task_without_a_method_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"task='object': must have .* lacks \['demonstrations', 'train_prompt'"):
+        run_rl(tiny_rl(tmp_path / "run"), object())
 
 
 def test_a_task_with_more_tokens_than_the_policy_is_refused(tmp_path):

@@ -121,4 +121,4 @@ def test_a_sound_task_passes():
     assert task.train_prompt(0).token_ids == [1, 2]
     assert len(task.eval_prompts(3)) == 3
     assert len(task.demonstrations(0, 2)) == 2
-    assert task.demonstration(0).input_ids.tolist() == [1, 2, 15]
+    assert task.demonstrations(0, 1)[0].input_ids.tolist() == [1, 2, 15]

@@ -38,7 +38,7 @@ def test_a_report_has_its_figures_and_its_plots(tmp_path: Path):
 def test_figures_that_do_not_exist_leave_their_plots_out(tmp_path: Path):
     text = write_report(tmp_path, rows=[{"step": 0, "policy_loss": 1.0, "policy_s": 1.0}], evaluations=[])
     assert "reward" not in text.lower()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.md", "seconds.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "report.md", "seconds.png"]
 
 
 def test_a_table_lines_up():

@@ -57,7 +57,7 @@ def test_jsonl(tmp_path):
     [
         ('{"input_ids": [1, 2', r"b.jsonl:3: not a JSON line"),
         ("[1, 2]", r"b.jsonl:3: must be a JSON object"),
-        ({"tokens": [1]}, r"b.jsonl:3: needs `input_ids` or `text`"),
+        ({"tokens": [1]}, r"b.jsonl:3: needs `input_ids`, has"),
         ({"text": "a"}, r"b.jsonl:3: .*no tokenizer"),
         ({"input_ids": []}, r"b.jsonl:3: input_ids"),
         ({"input_ids": [1, "2"]}, r"b.jsonl:3: input_ids"),

@@ -50,10 +50,11 @@ def make_document(fields: dict, name: str, tokenize: Tokenize | None = None, max
         ids = _values(fields["input_ids"], "input_ids", name)
     elif fields.get("text") is not None:
         if tokenize is None:
-            raise ValueError(f"{name}: has `text` but no tokenizer was given")
+            raise ValueError(f"{name}: has `text` but there is no tokenizer here: give `input_ids`")
         ids = _values(tokenize(fields["text"]), "the tokens of `text`", name)
     else:
-        raise ValueError(f"{name}: needs `input_ids` or `text`, has {sorted(fields)}")
+        wanted = "`input_ids`" if tokenize is None else "`input_ids` or `text`"
+        raise ValueError(f"{name}: needs {wanted}, has {sorted(fields)}")
     if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**63 for i in ids):
         raise ValueError(f"{name}: input_ids must be a non-empty list of integers in 0..2**63-1")
     mask = fields.get("loss_mask")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a whole state dict as a folder that transformers loads; one process calls it.
 
@@ -129,6 +131,7 @@ def save_hf(
         dtype: of the tensors in the files; None takes that of the embeddings.
         max_shard_bytes: of tensor data in one file; more makes several files and an index.
         overwrite: replace a folder that has files in it.
+        extra: more keys of config.json, for example eos_token_id.
 
     Raises ValueError as `to_hf`; FileExistsError for a folder in use.
     """
@@ -136,7 +139,7 @@ def save_hf(
     keys = [item for found in _hf_layout(config).values() for item in found.items()]
     specs = [Spec(key, shape, dtype) for key, shape in keys]
     kind = str(dtype).removeprefix("torch.")
-    raw = {**hf_config(config), "dtype": kind, "torch_dtype": kind}
+    raw = {**hf_config(config), **(extra or {}), "dtype": kind, "torch_dtype": kind}
     with new_folder(folder, overwrite=overwrite) as partial:
         writer = TensorWriter(partial, specs, max_shard_bytes=max_shard_bytes)
         for key, value in _stream_to_hf(config, state):

@@ -14,6 +14,8 @@ from cospec.config import ConfigError, require
 from cospec.records import Document
 from cospec.rl.tasks import Prompt, Task
 
+METHODS = ("demonstrations", "train_prompt", "eval_prompts", "reward")
+
 
 class TaskError(RuntimeError):
     """A task failed, or gave what cannot be used: names its method, the value and the rule."""
@@ -28,6 +30,8 @@ class CheckedTask:
 
     def __init__(self, task: Task):
         self._task = task
+        missing = [name for name in METHODS if not callable(getattr(task, name, None))]
+        require(not missing, "task", type(task).__name__, f"must have the methods of rl.tasks.Task, lacks {missing}")
         self.vocab_size = self._size("vocab_size")
         self.stop_token_id = self._size("stop_token_id", 0)
         rule = f"must be 0..{self.vocab_size - 1}: tokens are 0..task.vocab_size - 1, else no response could stop"
@@ -37,9 +41,6 @@ class CheckedTask:
     @property
     def max_response_tokens(self) -> int:
         return self._size("max_response_tokens")
-
-    def demonstration(self, index: int) -> Document:
-        return self.demonstrations(index, 1)[0]
 
     def demonstrations(self, first: int, count: int) -> list[Document]:
         where = f"task.demonstrations({first}, {count})"

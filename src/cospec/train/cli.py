@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -16,8 +18,8 @@ from cospec.train.check import check
 from cospec.train.faults import REFUSALS, RankFault, diverged_hint, leave, resume_hint
 
 
-def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] | None = None) -> None:
-    """Override `config` by command-line flags, check it, run it.
+def main(config: RunConfig, run: Callable[..., object], argv: list[str] | None = None, **options: Any) -> None:
+    """Override `config` by command-line flags, check it, run it: `run(config, **options)`.
 
     Unknown flags, wrong types and impossible values end with one message and exit code 2,
     before anything is written; so does a checkpoint or a feature store that cannot be written or read.
@@ -28,9 +30,10 @@ def main(config: RunConfig, run: Callable[[RunConfig], object], argv: list[str] 
     config = tyro.cli(RunConfig, default=config, args=argv, description=run.__doc__)
     try:
         check(config)
-        run(config)
+        run(config, **options)
     except REFUSALS as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks raise it together: said once a machine
+            print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except Diverged as error:
         print(f"error: {error}. {diverged_hint(config)}", file=sys.stderr)

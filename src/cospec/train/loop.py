@@ -68,6 +68,7 @@ def run_rl(config: RunConfig, task: Task | None = None) -> None:
         "task": name,
         "prompts_per_step": rl.prompts_per_step,
         "samples_per_prompt": rl.samples_per_prompt,
+        "stop_token_id": task.stop_token_id,
     }
     phases = (WARM_POLICY, WARM_DRAFT, RUN)
     with ExitStack() as stack:
@@ -192,7 +193,10 @@ def _documents(config: RunConfig) -> Sequence[Document]:
     if config.data.path is None:
         return synthetic_documents(config.data.synthetic_documents, config.policy.vocab_size, seed=config.seed)
     try:
-        return read_dataset(config.data.path) if Path(config.data.path).is_dir() else read_jsonl(config.data.path)
+        folder = Path(config.data.path).is_dir()
+        documents = read_dataset(config.data.path) if folder else read_jsonl(config.data.path)
+        documents[0]  # malformed ones are found when they are read: most likely here, before anything is built
+        return documents
     except (OSError, ValueError) as error:
         raise ConfigError("data.path", config.data.path, str(error)) from error
 

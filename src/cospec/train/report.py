@@ -34,7 +34,7 @@ _COLUMNS = {
 def write_report(
     folder: str | Path, *, rows: Sequence[Row], evaluations: Sequence[Row], speed: Sequence[Row] = ()
 ) -> str:
-    """Write report.md, reward.png, acceptance.png and seconds.png; returns the tables for the console.
+    """Write report.md, reward.png, acceptance.png, loss.png and seconds.png; returns the tables for the console.
 
     Args:
         rows: of metrics.jsonl, in order of steps.
@@ -50,6 +50,8 @@ def write_report(
         plots.append(("Reward", _plot_reward(folder, rows, evaluations)))
     if _has(rows, "rollout_acceptance_length") or _has(evaluations, "acceptance_length_cotrained"):
         plots.append(("Acceptance length", _plot_acceptance(folder, rows, evaluations)))
+    if _has(rows, "policy_loss") and not evaluations:
+        plots.append(("Loss", _plot_loss(folder, rows)))
     if any(_has(rows, field) for field, _, _ in _PARTS):
         plots.append(("Seconds, step by step", _plot_seconds(folder, rows)))
 
@@ -58,6 +60,8 @@ def write_report(
         sections.append("## Held-out prompts\n\n" + markdown_table(evaluations))
     if speed:
         sections.append("## Wall clock of rollouts\n\n" + markdown_table(speed))
+    if rows and not evaluations:
+        sections.append("## Training\n\n" + markdown_table(_training_table(rows)))
     if rows:
         sections.append("## Seconds of a step\n\n" + markdown_table(_seconds_table(rows)))
     pictures = [f"## {title}\n\n![{title}]({name})" for title, name in plots]
@@ -73,6 +77,18 @@ def markdown_table(rows: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) + " |" for line in cells]
     rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _training_table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """First and last step: losses, and what the draft would be accepted for on the training rows."""
+    fields = {
+        "policy_loss": "policy loss",
+        "draft_loss": "draft loss",
+        "draft_acceptance_pass_0": "acceptance of the first draft token",
+        "draft_simulated_acceptance_length": "acceptance length, simulated",
+    }
+    ends = [rows[0], rows[-1]] if len(rows) > 1 else [rows[0]]
+    return [{"step": row["step"] + 1, **{name: row.get(field) for field, name in fields.items()}} for row in ends]
 
 
 def _seconds_table(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -92,6 +108,13 @@ def _plot_reward(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) 
     _line(axes, rows, "reward_mean", "training rollouts", shift=1, color="0.5", linewidth=1)
     _line(axes, evaluations, "reward_mean", "held-out prompts", color="C0", marker="o")
     return _save(figure, axes, folder, "reward.png")
+
+
+def _plot_loss(folder: Path, rows: Sequence[Row]) -> str:
+    figure, axes = _figure("loss")
+    _line(axes, rows, "policy_loss", "policy", shift=1, color="C0")
+    _line(axes, rows, "draft_loss", "draft", shift=1, color="C1", linestyle="--")
+    return _save(figure, axes, folder, "loss.png")
 
 
 def _plot_acceptance(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) -> str:

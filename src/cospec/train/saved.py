@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,20 @@ def read_draft(path: Path) -> tuple[Eagle3Draft, Mapping[str, Tensor], Card]:
     return draft, _Tensors(path, manifest, "draft.model."), _card(run, settings, manifest)
 
 
-def read_policy(path: Path) -> tuple[DecoderConfig, Mapping[str, Tensor], str | None]:
-    """The policy's spec, its tensors, each read when asked for, and the folder it started from, if any.
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A checkpoint's policy: its spec, and tensors that are read when asked for."""
+
+    spec: DecoderConfig
+    tensors: Mapping[str, Tensor]
+    start: str | None
+    """The folder that it was made from, if any."""
+    stop_token_id: int | None
+    """Of the task that it was trained on, where there was one."""
+
+
+def read_policy(path: Path) -> SavedPolicy:
+    """The policy of a checkpoint.
 
     Raises CheckpointError for a checkpoint that is broken or has no policy, as those of offline runs.
     """
@@ -84,7 +96,8 @@ def read_policy(path: Path) -> tuple[DecoderConfig, Mapping[str, Tensor], str | 
         sizes: dict[str, Any] = {**said, "rope": RopeConfig(**said["rope"])}
         spec = build_config(PolicyConfig(**sizes))
     start = _section(_read(path.parent.parent / "config.json"), "policy").get("hf_path")
-    return spec, _Tensors(path, manifest, "policy.model."), start
+    stop = _section(manifest["definition"], "data").get("stop_token_id")
+    return SavedPolicy(spec, _Tensors(path, manifest, "policy.model."), start, stop)
 
 
 class _Tensors(Mapping[str, Tensor]):
@@ -140,7 +153,7 @@ def _card(run: Path, settings: Mapping[str, Any], manifest: Mapping[str, Any]) -
     """What the run's own files say; figures of the last step that the checkpoint holds."""
     policy = _section(settings, "policy")
     name = policy.get("hf_path") or policy.get("flavor")
-    task, data = _section(settings, "rl").get("task"), _section(settings, "data")
+    task, data = _section(manifest["definition"], "data").get("task"), _section(settings, "data")
     progress = manifest["progress"]
     done = progress["phase_step"] if progress["phase"] == RUN else 0
     rows = [r for r in read_rows(run / METRICS) if r["step"] < done]
