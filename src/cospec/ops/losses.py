@@ -158,11 +158,16 @@ class _DraftLoss(torch.autograd.Function):
         wanted_S = (rows_KS >= 0).any(0).nonzero().squeeze(1)
         cells = tiling.LOGITS_BYTES // dtype.itemsize
         chunk_rows = max(1, min(len(wanted_S), chunk))
-        whole_U = cells // vocab_U >= min(chunk_rows, _MIN_ROWS)
+        beside = 4 * dim  # cells a row beside two of logits: hidden states of both models and gradients
+        fit = 2 * cells // (2 * vocab_U + beside)
+        whole_U = fit >= min(chunk_rows, _MIN_ROWS)
         if whole_U:
-            chunk_rows = min(chunk_rows, cells // vocab_U)
+            chunk_rows = min(chunk_rows, fit)
+            cells = chunk_rows * vocab_U
         else:  # every pass keeps the gradient of its rows from tile to tile
-            chunk_rows = max(1, min(chunk_rows, 2 * tiling.SCRATCH_BYTES // (dim * dtype.itemsize * num_passes)))
+            beside += num_passes * dim
+            chunk_rows = max(1, min(chunk_rows, cells // (4 * beside)))
+            cells = max(chunk_rows, cells - chunk_rows * beside // 2)
         size_V, size_U = (max(1, min(vocab, cells // chunk_rows)) for vocab in (vocab_V, vocab_U))
         logits = torch.empty(chunk_rows * max(size_V, size_U), dtype=dtype, device=device)
         policy = torch.empty(chunk_rows * size_U, dtype=dtype, device=device)

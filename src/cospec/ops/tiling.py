@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOGITS_BYTES = 20 << 20
-"""Size of one logits buffer; the draft loss holds two, of policy and of draft. The more rows
-fit, the less often a product reads a whole head and writes its gradient."""
+LOGITS_BYTES = 25 << 20
+"""Size of one logits buffer. The draft loss holds two, of policy and of draft, together with the
+hidden states of their rows in twice this. The more rows fit, the less often a product reads
+a whole head and writes its gradient."""
 
 SCRATCH_BYTES = 2 << 20
 """Size of the scratch of elementwise steps, and of other temporaries."""
