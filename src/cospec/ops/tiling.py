@@ -85,9 +85,13 @@ class Running:
             block_CW, first = logits_CW[:, columns], offset + columns.start
             if self.argmax_C1 is None:
                 top_C1 = block_CW.amax(1, keepdim=True)
-            else:
+            elif block_CW.is_cuda:
                 top_C1, index_C1 = block_CW.max(1, keepdim=True)
                 self.argmax_C1 = torch.where(top_C1 > self.peak_C1, index_C1 + first, self.argmax_C1)
+            else:  # a maximum with its index takes ten times one without: look where there is a new one
+                top_C1 = block_CW.amax(1, keepdim=True)
+                better = (top_C1 > self.peak_C1).squeeze(1).nonzero().squeeze(1)
+                self.argmax_C1[better] = block_CW[better].argmax(1, keepdim=True) + first
             peak_C1 = torch.maximum(top_C1, self.peak_C1)
             rescale_C1 = (self.peak_C1 - peak_C1).exp_()
             torch.sub(block_CW, peak_C1, out=scratch_CW).exp_()
