@@ -8,7 +8,6 @@ acceptance and commit. Exit code 2 with the reason for a draft that a server mus
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -16,13 +15,13 @@ from typing import Literal
 import torch
 import tyro
 
-from cospec.config import ConfigError, require
+from cospec.config import require
 from cospec.export.card import read_card
 from cospec.export.eagle3 import save_draft
 from cospec.export.eagle3_config import Family
 from cospec.export.fit import read_folder, require_fit
 from cospec.hf import read_policy_config
-from cospec.train.checkpoint import CheckpointError
+from cospec.train.cli import command
 from cospec.train.saved import find_checkpoint, read_draft
 
 
@@ -85,11 +84,7 @@ def export(
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        tyro.cli(export, args=argv, description=__doc__)
-    except (ConfigError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    command(export, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ text. Exit code 2 with the reason where there is no policy to write.
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,7 @@ import tyro
 from cospec.config import ConfigError, require
 from cospec.export.files import read_json
 from cospec.policy.weights import save_hf
-from cospec.train.checkpoint import CheckpointError
+from cospec.train.cli import command
 from cospec.train.saved import find_checkpoint, read_policy
 
 ALONG = (
@@ -67,7 +66,7 @@ def export(
         policy.spec,
         policy.tensors,
         output,
-        dtype=None if dtype is None else getattr(torch, dtype),
+        dtype=policy.dtype if dtype is None else getattr(torch, dtype),
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
         extra={name: value for name, value in special.items() if value is not None},
@@ -79,11 +78,7 @@ def export(
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        tyro.cli(export, args=argv, description=__doc__)
-    except (ConfigError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    command(export, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,17 @@ not understood or does not fit.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import tyro
 
-from cospec.config import ConfigError
 from cospec.export.card import read_card
 from cospec.export.eagle3 import save_draft
 from cospec.export.fit import differences, read_folder, require_fit
 from cospec.hf import read_policy_config
+from cospec.train.cli import command
 
 
 def import_draft(
@@ -55,11 +54,7 @@ def import_draft(
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        tyro.cli(import_draft, args=argv, description=__doc__)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    command(import_draft, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,18 @@ def ranks():
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory):
+    """The record of `mesh_runs.rl` on a single process, which runs on meshes must match."""
+    from cospec.train import loop
+    from support import mesh_runs
+    from support.tiny_runs import record
+
+    folder = tmp_path_factory.mktemp("alone")
+    loop.run_rl(mesh_runs.rl(folder, (1, 1, 1)))
+    return record(folder)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

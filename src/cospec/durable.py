@@ -63,14 +63,16 @@ def check_free(folder: str | Path, *, overwrite: bool = False) -> None:
     folder = Path(folder)
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise FileExistsError(f"{folder} is no folder: choose a new name")
-    if folder.exists() and any(folder.iterdir()) and not overwrite:
+    paths = list(folder.iterdir()) if folder.exists() else []
+    if not paths:
+        return
+    if not overwrite:
         raise FileExistsError(f"{folder} is not empty: choose a new folder or pass overwrite=True")
-    if folder.exists() and any(folder.iterdir()):
-        names = {path.name for path in folder.iterdir()}
-        lost = sorted({path.name for path in folder.iterdir() if path.is_dir()} | (names & _OF_A_RUN))
-        if lost or "config.json" not in names:
-            what = f"holds {lost[0]}" if lost else "has no config.json"
-            raise FileExistsError(f"{folder} {what}: no folder of a model, overwriting would lose what is in it")
+    names = {path.name for path in paths}
+    lost = sorted({path.name for path in paths if path.is_dir()} | (names & _OF_A_RUN))
+    if lost or "config.json" not in names:
+        what = f"holds {lost[0]}" if lost else "has no config.json"
+        raise FileExistsError(f"{folder} {what}: no folder of a model, overwriting would lose what is in it")
 
 
 @contextmanager

@@ -8,23 +8,10 @@ from cospec.config import ConfigError
 from cospec.mesh import build_mesh
 from cospec.records import Rollout, SamplingParams
 from cospec.rl.tasks import Prompt
-from cospec.train import loop
 from cospec.train.check import check
 from cospec.train.rollouts import roll_out
 from support import mesh_runs
 from support.tiny_runs import record
-
-# Figures that rest on sampled tokens are equal as long as no token differs; the counter-based
-# random numbers see to that until rounding moves a probability across one of them.
-SAMPLED = ("reward_mean", "rollout_acceptance_length")
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    loop.run_rl(mesh_runs.rl(folder, (1, 1, 1)))
-    return record(folder)
-
 
 CASES = [
     pytest.param((2, 1, 2), {"engine_ranks": (3, 0)}, id="pp2-cp2-two-serve"),
@@ -50,7 +37,7 @@ def test_the_run_of_one_process(ranks, one_process, tmp_path, mesh, rollout):
         for ours, theirs in zip(got[name], rows, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5, nan_ok=True), name
     for ours, theirs in zip(got["metrics.jsonl"], one_process["metrics.jsonl"], strict=True):
-        assert {k: ours[k] for k in SAMPLED} == {k: theirs[k] for k in SAMPLED}
+        assert {k: ours[k] for k in mesh_runs.SAMPLED} == {k: theirs[k] for k in mesh_runs.SAMPLED}
 
 
 @pytest.mark.slow

@@ -13,16 +13,6 @@ from cospec.train.loop import run_sft
 from support import mesh_runs, serve_runs
 from support.tiny_runs import record
 
-SAMPLED = ("reward_mean", "rollout_acceptance_length")
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    loop.run_rl(mesh_runs.rl(folder, (1, 1, 1)))
-    return record(folder)
-
-
 CASES = [
     pytest.param((1, 1, 1, 1), id="1+1"),
     pytest.param((2, 1, 1, 1), id="pp2+1"),
@@ -58,7 +48,7 @@ def test_the_run_of_one_process(ranks, one_process, tmp_path, mesh):
         for ours, theirs in zip(got[name], rows, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5, nan_ok=True), name
     for ours, theirs in zip(got["metrics.jsonl"], one_process["metrics.jsonl"], strict=True):
-        assert {k: ours[k] for k in SAMPLED} == {k: theirs[k] for k in SAMPLED}
+        assert {k: ours[k] for k in mesh_runs.SAMPLED} == {k: theirs[k] for k in mesh_runs.SAMPLED}
 
 
 def test_a_run_moves_to_meshes_with_another_number_of_servers(ranks, tmp_path):

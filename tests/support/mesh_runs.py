@@ -11,6 +11,10 @@ from cospec.rollout.engine import Elsewhere
 from cospec.train import loop, setup
 from support.tiny_runs import tiny_rl, tiny_sft
 
+SAMPLED = ("reward_mean", "rollout_acceptance_length")
+"""Figures that rest on sampled tokens: equal as long as no token differs; the counter-based
+random numbers see to that until rounding moves a probability across one of them."""
+
 
 def on_mesh(config, pp, dp, cp, serve=0):
     """The same run on another mesh; AdamW, for Muon's bfloat16 iterations amplify the order of sums."""

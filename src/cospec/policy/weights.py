@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,28 @@ Declared = list[tuple[str, tuple[int, ...], torch.dtype]]
 """Name, shape and dtype of tensors, in the order in which they come."""
 
 
-def _hf_layout(config: DecoderConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """For each parameter of the spec (a tied one once) the Hugging Face tensors it is made of, with shapes."""
-    adapter = hf_adapter(config)
-    with torch.device("meta"):
-        model = config.build()
-    return {
-        name: {key: tuple(value.shape) for key, value in adapter.to_hf({name: parameter.detach()}).items()}
-        for name, parameter in model.named_parameters()
-    }
+@dataclass(frozen=True)
+class _Layout:
+    """How a policy's tensors and those of a Hugging Face folder correspond."""
+
+    made: dict[str, dict[str, tuple[int, ...]]]
+    """For each parameter (a tied one once) the Hugging Face tensors that it becomes, with shapes."""
+    shapes: dict[str, torch.Size]
+    """Of the whole state dict."""
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> _Layout:
+        adapter = hf_adapter(config)
+        with torch.device("meta"):
+            model = config.build()
+        made = {
+            name: {key: tuple(value.shape) for key, value in adapter.to_hf({name: parameter.detach()}).items()}
+            for name, parameter in model.named_parameters()
+        }
+        return cls(made, {name: value.shape for name, value in model.state_dict().items()})
+
+    def check_state(self, names: set[str]) -> None:
+        _check_names("state", names, wanted=set(self.shapes), known=set(self.shapes))
 
 
 def to_hf(config: DecoderConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -37,26 +51,23 @@ def to_hf(config: DecoderConfig, state: Mapping[str, Tensor]) -> dict[str, Tenso
     Raises ValueError naming tensors that are missing, unknown or misshapen, or that the
     format cannot hold.
     """
-    return dict(_stream_to_hf(config, state))
+    return dict(_stream_to_hf(config, _Layout.of(config), state))
 
 
-def _stream_to_hf(config: DecoderConfig, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The same one by one, in the order of `_hf_layout`; `state` is asked for one tensor at a time."""
-    layout, adapter = _hf_layout(config), hf_adapter(config)
-    with torch.device("meta"):
-        shapes = {name: value.shape for name, value in config.build().state_dict().items()}
-    _check_names("state", set(state), wanted=set(shapes), known=set(shapes))
-    for name in layout:
+def _stream_to_hf(config: DecoderConfig, layout: _Layout, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `layout.made`; `state` is asked for one tensor at a time."""
+    adapter = hf_adapter(config)
+    layout.check_state(set(state))
+    for name in layout.made:
         value = state[name].detach()
-        _check_shape(name, value.shape, shapes[name])
+        _check_shape(name, value.shape, layout.shapes[name])
         yield from adapter.to_hf({name: value}).items()
         del value
-    for name in shapes.keys() - layout.keys():
-        if config.enable_weight_tying and name == "lm_head.weight":
-            if not torch.equal(state[name], state["tok_embeddings.weight"]):
-                raise ValueError("lm_head.weight differs from tok_embeddings.weight, but the policy ties them")
-        elif state[name].any():
-            raise ValueError(f"{name} is not zero, and a Hugging Face folder has no place for it")
+    for name in layout.shapes.keys() - layout.made.keys():
+        if not _is_tied_head(config, name):
+            _refuse_unless_zero(name, state[name])
+        elif not torch.equal(state[name], state["tok_embeddings.weight"]):
+            raise ValueError("lm_head.weight differs from tok_embeddings.weight, but the policy ties them")
 
 
 def translate_stream(config: DecoderConfig, stream: WeightStream) -> tuple[Declared, Iterator[tuple[str, Tensor]]]:
@@ -64,23 +75,30 @@ def translate_stream(config: DecoderConfig, stream: WeightStream) -> tuple[Decla
 
     Raises ValueError as `to_hf` does, for names and shapes before a tensor is read.
     """
-    layout, adapter = _hf_layout(config), hf_adapter(config)
-    with torch.device("meta"):
-        shapes = {name: value.shape for name, value in config.build().state_dict().items()}
-    _check_names("state", set(stream.shapes), wanted=set(shapes), known=set(shapes))
+    layout, adapter = _Layout.of(config), hf_adapter(config)
+    layout.check_state(set(stream.shapes))
     declared: Declared = []
     for name, shape, dtype in (entry for part in stream.headers for entry in part):
-        _check_shape(name, shape, shapes[name])
-        declared += [(key, made, dtype) for key, made in layout.get(name, {}).items()]
+        _check_shape(name, shape, layout.shapes[name])
+        declared += [(key, made, dtype) for key, made in layout.made.get(name, {}).items()]
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, value in stream.items():
-            if name in layout:
+            if name in layout.made:
                 yield from adapter.to_hf({name: value.detach()}).items()
-            elif not (config.enable_weight_tying and name == "lm_head.weight") and value.any():
-                raise ValueError(f"{name} is not zero, and a Hugging Face folder has no place for it")
+            elif not _is_tied_head(config, name):
+                _refuse_unless_zero(name, value)
 
     return declared, tensors()
+
+
+def _is_tied_head(config: DecoderConfig, name: str) -> bool:
+    return config.enable_weight_tying and name == "lm_head.weight"
+
+
+def _refuse_unless_zero(name: str, value: Tensor) -> None:
+    if value.any():
+        raise ValueError(f"{name} is not zero, and a Hugging Face folder has no place for it")
 
 
 def from_hf(config: DecoderConfig, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -88,7 +106,7 @@ def from_hf(config: DecoderConfig, hf_state: Mapping[str, Tensor]) -> dict[str, 
 
     Raises ValueError naming tensors that are missing, unknown or misshapen.
     """
-    layout, adapter = _hf_layout(config), hf_adapter(config)
+    layout, adapter = _Layout.of(config).made, hf_adapter(config)
     wanted = {key for keys in layout.values() for key in keys}
     _check_names("hf_state", set(hf_state), wanted=wanted, known=wanted | _ignored(config, hf_state))
     state = {name: _read(adapter, name, keys, hf_state) for name, keys in layout.items()}
@@ -103,7 +121,7 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError naming the folder and the tensors that are missing, unknown or misshapen.
     """
     config, files = model.config, hf.TensorFolder(folder)
-    layout, adapter = _hf_layout(config), hf_adapter(config)
+    layout, adapter = _Layout.of(config).made, hf_adapter(config)
     known = {key for keys in layout.values() for key in keys}
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     wanted = {key for name in parameters for key in layout[name]}
@@ -136,13 +154,13 @@ def save_hf(
     Raises ValueError as `to_hf`; FileExistsError for a folder in use.
     """
     dtype = dtype or state["tok_embeddings.weight"].dtype
-    keys = [item for found in _hf_layout(config).values() for item in found.items()]
-    specs = [Spec(key, shape, dtype) for key, shape in keys]
+    layout = _Layout.of(config)
+    specs = [Spec(key, shape, dtype) for made in layout.made.values() for key, shape in made.items()]
     kind = str(dtype).removeprefix("torch.")
     raw = {**hf_config(config), **(extra or {}), "dtype": kind, "torch_dtype": kind}
     with new_folder(folder, overwrite=overwrite) as partial:
         writer = TensorWriter(partial, specs, max_shard_bytes=max_shard_bytes)
-        for key, value in _stream_to_hf(config, state):
+        for key, value in _stream_to_hf(config, layout, state):
             writer.write(key, value.to(dtype))
         writer.finish()
         (partial / "config.json").write_text(json.dumps(raw, indent=2))

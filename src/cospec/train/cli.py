@@ -11,10 +11,11 @@ from typing import Any
 
 import tyro
 
-from cospec.config import RunConfig
+from cospec.config import ConfigError, RunConfig
 from cospec.records import Diverged
 from cospec.rl.checked import TaskError
 from cospec.train.check import check
+from cospec.train.checkpoint import CheckpointError
 from cospec.train.faults import REFUSALS, RankFault, diverged_hint, leave, resume_hint
 
 
@@ -54,3 +55,12 @@ def main(config: RunConfig, run: Callable[..., object], argv: list[str] | None =
         raise SystemExit(130) from None
     except RankFault as fault:
         leave(fault)
+
+
+def command(function: Callable[..., object], argv: list[str] | None, description: str | None) -> None:
+    """Run a script's function on its command-line arguments; what it refuses ends with one message and exit code 2."""
+    try:
+        tyro.cli(function, args=argv, description=description)
+    except (ConfigError, CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -77,6 +77,8 @@ class SavedPolicy:
 
     spec: DecoderConfig
     tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+    """Of the embeddings, known without reading them."""
     start: str | None
     """The folder that it was made from, if any."""
     stop_token_id: int | None
@@ -97,7 +99,8 @@ def read_policy(path: Path) -> SavedPolicy:
         spec = build_config(PolicyConfig(**sizes))
     start = _section(_read(path.parent.parent / "config.json"), "policy").get("hf_path")
     stop = _section(manifest["definition"], "data").get("stop_token_id")
-    return SavedPolicy(spec, _Tensors(path, manifest, "policy.model."), start, stop)
+    tensors = _Tensors(path, manifest, "policy.model.")
+    return SavedPolicy(spec, tensors, tensors.dtype("tok_embeddings.weight"), start, stop)
 
 
 class _Tensors(Mapping[str, Tensor]):
@@ -117,10 +120,7 @@ class _Tensors(Mapping[str, Tensor]):
         return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self.manifest["tensors"].get(self.prefix + name)
-        if entry is None:
-            raise CheckpointError(f"{self.path}: tensor {self.prefix + name} is missing")
-        wanted = {self.prefix + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))}
+        wanted = {self.prefix + name: torch.empty(self._entry(name)["shape"], dtype=self.dtype(name))}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
@@ -130,6 +130,16 @@ class _Tensors(Mapping[str, Tensor]):
             why = "the run had diverged; take an earlier checkpoint"
             raise CheckpointError(f"{self.path}: tensor {self.prefix + name} is not finite: {why}")
         return tensor
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Without reading the tensor."""
+        return getattr(torch, self._entry(name)["dtype"])
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        entry = self.manifest["tensors"].get(self.prefix + name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: tensor {self.prefix + name} is missing")
+        return entry
 
 
 @contextmanager
